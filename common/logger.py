@@ -83,7 +83,11 @@ def start_run(args, script):
     if args.datestamp and args.resume:
         raise UsageError("--datestamp makes a new directory: there is nothing to --resume in it")
     logger = EpochLogger(**logger_kwargs, resume=args.resume, overwrite=args.overwrite)
-    logger.save_config(args, script)
+    try:
+        logger.save_config(args, script)
+    except UsageError:
+        logger.close_lock()
+        raise
     return logger
 
 
