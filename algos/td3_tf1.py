@@ -79,9 +79,7 @@ class Args:
     pi_lr: PosFloat = 1e-3  # learning rate of the policy
     q_lr: PosFloat = 1e-3  # learning rate of the Q functions
     act_noise: NonNegFloat = 0.1  # standard deviation of the noise on actions in [-1, 1]
-    target_noise: NonNegFloat = (
-        0.2  # standard deviation of the noise on the target policy's actions
-    )
+    target_noise: NonNegFloat = 0.2  # the same of the noise on the target policy's actions
     noise_clip: NonNegFloat = 0.5  # bound of that noise
     policy_delay: PosInt = 2  # gradient steps of the Q functions for each one of the policy
 
