@@ -31,6 +31,16 @@ def setup_pytorch_for_mpi(device="cpu"):
         raise UsageError(f"--device {device} cannot be used: {str(e).splitlines()[0]}") from e
 
 
+_others_wait = False  # whether the other ranks wait for this one to compile
+
+
+def _let_others_compile():
+    global _others_wait
+    if _others_wait:
+        _others_wait = False
+        barrier()
+
+
 def mpi_compile(function, **options):
     """`torch.compile(function, fullgraph=True)`, by rank 0 first: the others find it in its cache.
 
@@ -47,12 +57,13 @@ def mpi_compile(function, **options):
         variant = tuple(x for x in args if isinstance(x, bool))
         if variant in called:
             return compiled(*args)
+        global _others_wait
         called.add(variant)
         if proc_id() > 0:
             barrier()
+        _others_wait = proc_id() == 0
         result = compiled(*args)
-        if proc_id() == 0:
-            barrier()
+        _let_others_compile()
         return result
 
     return call
@@ -74,6 +85,7 @@ def mpi_avg_grads(module):
 @torch.library.custom_op("common::mpi_avg", mutates_args=())
 def mpi_avg_tensor(x: torch.Tensor) -> torch.Tensor:
     """Average a tensor over all ranks: an operator of its own, so a compiled graph can hold it."""
+    _let_others_compile()  # in a graph's first call: it is compiled by now, and needs them all
     x_numpy = x.detach().cpu().numpy()
     total = np.empty_like(x_numpy)
     allreduce(x_numpy, total)

@@ -550,7 +550,7 @@ def test_compiled_is_eager(algo, tmp_path):
 def test_learns_pendulum(name, tmp_path):
     """A mean test return above -250 within 15 000 steps; a policy that does nothing gets -1200."""
     flags = ["--env-id", "Pendulum-v1", "--hidden-sizes", 64, 64, "--steps-per-epoch", 1000]
-    flags += ["--epochs", 12, "--start-steps", 1000, "--save-freq", 12, "--seed", 0]
+    flags += ["--epochs", 10, "--start-steps", 1000, "--save-freq", 10, "--seed", 0]
     run(name, *flags, *EAGER[name], "--data-dir", tmp_path)
     table = progress(run_dir(tmp_path, f"{name}_Pendulum-v1"))
     assert table.AverageTestEpRet.max() > -250 and table.AverageTestEpRet[0] < -900
