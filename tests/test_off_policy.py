@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import command, load_script, mpi, progress, run, run_dir
 
+from common import UsageError
 from common.logger import EpochLogger
 from common.mpi_tf1 import tf
 
@@ -589,27 +590,39 @@ def test_asymmetric_bounds(algo, tmp_path):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_bad_input(name, tmp_path):
+def test_bad_input(name, tmp_path, monkeypatch):
+    """One clear line, exit code 2, nothing written; in this process for most of the scripts."""
     (tmp_path / "shifted.py").write_text(ASYMMETRIC)
-    pendulum = ["--env-id", "Pendulum-v1"]
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    m, data_dir = scripts[name], tmp_path / "data"
     cases = [
-        (["--env-id", "CartPole-v1"], "has Discrete actions; supported: Box"),
-        (["--env-id", "shifted:Unbounded-v0"], "has actions without bounds"),
-        ([*pendulum, "--replay-size", 50], "--batch-size 100 is above --replay-size 50"),
-        ([*pendulum, "--update-after", 99], "--update-after 99 is below --batch-size 100"),
+        ({"env_id": "CartPole-v1"}, "has Discrete actions; supported: Box"),
+        ({"env_id": "shifted:Unbounded-v0"}, "has actions without bounds"),
+        ({"replay_size": 50}, "--batch-size 100 is above --replay-size 50"),
+        ({"update_after": 99}, "--update-after 99 is below --batch-size 100"),
     ]
-    if name == "sac_torch":
-        bad = [("-1", "--alpha must be at least 0"), ("automatic", "--alpha")]
-        cases += [([*pendulum, "--alpha", word], message) for word, message in bad]
-        cases.append(
-            ([*pendulum, "--num-cpu", 3, "--steps-per-epoch", 300], "--batch-size 100 is not")
-        )
     for flags, message in cases:
-        env = {"PYTHONPATH": str(tmp_path)}
-        result = run(name, *flags, "--data-dir", tmp_path / "data", check=False, env=env)
-        lines = [line for line in result.stderr.splitlines() if line.strip()]
-        assert result.returncode == 2 and len(lines) == 1 and message in lines[0], result.stderr
-        assert not (tmp_path / "data").exists()
+        flags = {"env_id": "Pendulum-v1", "data_dir": str(data_dir)} | flags
+        with pytest.raises(UsageError, match=message):
+            m.train(m.Args(**flags))
+    if name in ("sac_torch", "td3_tf1"):
+        words = [["--update-after", 99], ["--env-id", "shifted:Unbounded-v0"]]
+        words += [["--num-cpu", 3, "--steps-per-epoch", 300]]
+        messages = [
+            "--update-after 99 is below",
+            "without bounds",
+            "--batch-size 100 is not a mult",
+        ]
+        if name == "sac_torch":
+            words += [["--alpha", "-1"], ["--alpha", "automatic"]]
+            messages += ["--alpha must be at least 0", "--alpha"]
+        for flags, message in zip(words, messages, strict=True):
+            flags = ["--env-id", "Pendulum-v1", "--data-dir", data_dir, *flags]
+            result = run(name, *flags, check=False)
+            lines = [line for line in result.stderr.splitlines() if line.strip()]
+            assert result.returncode == 2 and len(lines) == 1 and message in lines[0], result.stderr
+    assert not data_dir.exists()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
