@@ -135,7 +135,7 @@ def get_datasets(logdir, condition=None, select=None, exclude=None):
 
 
 def expand_logdirs(logdirs):
-    """The directories that `logdirs`, directories or beginnings of their names, stand for, in order.
+    """What `logdirs`, directories or beginnings of their names, stand for: directories, in order.
 
     Raises ValueError for a logdir that stands for nothing.
     """
