@@ -1,0 +1,197 @@
+"""Checkpoints that survive `kill -9`: written aside, synced, checksummed, then renamed.
+
+    checkpoint/
+        epoch_000012/           the state after 12 epochs
+            rank_0.npz          a tree of arrays and scalars: parameters, optimizer, counters
+            rank_1.npz          the same of the second rank
+            manifest.json       number of ranks, and every file's SHA-256
+        epoch_000011/           the one before it, in case the newest is damaged
+        journal/                what only grows (a replay buffer), one part per checkpoint and rank
+            rank_0_000011.npz
+            rank_0_000012.npz
+
+No pickle is written, and none is read: arrays load with `allow_pickle=False`, the rest is JSON.
+"""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from common import UsageError
+from common.mpi_tools import allgather, barrier, broadcast, num_procs, proc_id
+from common.serialization import read_json, sync_directory, write_atomically, write_json
+
+KEEP = 2  # checkpoints kept
+
+
+class CheckpointError(UsageError):
+    """There are checkpoints, and none of them can be used."""
+
+
+def tree_to_bytes(tree):
+    """Nested dicts and lists of arrays, numbers, strings and None, as the bytes of an .npz file."""
+    arrays = []
+
+    def outline(node):
+        if isinstance(node, dict):
+            return {"dict": [[key, outline(value)] for key, value in node.items()]}
+        if isinstance(node, list | tuple):
+            return {"list": [outline(value) for value in node]}
+        if isinstance(node, np.ndarray | np.generic):
+            arrays.append(np.asarray(node))
+            return {"array": len(arrays) - 1}
+        return node
+
+    text = json.dumps(outline(tree))
+    file = io.BytesIO()
+    np.savez(file, outline=text, **{f"array_{i}": a for i, a in enumerate(arrays)})
+    return file.getvalue()
+
+
+def tree_from_bytes(data):
+    """The inverse of `tree_to_bytes`. Raises ValueError if `data` holds no such tree."""
+    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+
+        def rebuild(node):
+            if not isinstance(node, dict):
+                return node
+            if "dict" in node:
+                return {key: rebuild(value) for key, value in node["dict"]}
+            if "list" in node:
+                return [rebuild(value) for value in node["list"]]
+            return file[f"array_{node['array']}"]
+
+        return rebuild(json.loads(str(file["outline"])))
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one run; every method is called by all ranks together.
+
+    Args:
+        directory: where they lie; made at the first save.
+        journal_parts: how many parts of the journal a full replay buffer needs; older ones go.
+    """
+
+    def __init__(self, directory, journal_parts=None):
+        self.directory = Path(directory)
+        self.journal_parts = journal_parts
+        self.journal = {}  # this rank's journal: file name -> SHA-256
+
+    def save(self, epoch, state, journal=None):
+        """Save the state after `epoch` epochs.
+
+        Args:
+            epoch: number of finished epochs.
+            state: this rank's tree (see `tree_to_bytes`).
+            journal: this rank's tree of what came since the last save, for what only grows.
+
+        Raises:
+            OSError: the disk is full, say; the checkpoints before this one are intact.
+        """
+        temporary, final = self.directory / ".saving", self.directory / f"epoch_{epoch:06d}"
+        if proc_id() == 0:
+            (self.directory / "journal").mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+        barrier()
+        if journal is not None:
+            name = f"rank_{proc_id()}_{epoch:06d}.npz"
+            self.journal[name] = _write(self.directory / "journal" / name, journal)
+            if self.journal_parts:
+                self.journal = dict(list(self.journal.items())[-self.journal_parts :])
+        name = f"rank_{proc_id()}.npz"
+        files = {f"{final.name}/{name}": _write(temporary / name, state)}
+        files |= {f"journal/{name}": digest for name, digest in self.journal.items()}
+        files = {name: digest for part in allgather(files) for name, digest in part.items()}
+        if proc_id() == 0:
+            write_json(
+                temporary / "manifest.json", {"epoch": epoch, "ranks": num_procs(), "files": files}
+            )
+            shutil.rmtree(final, ignore_errors=True)  # a damaged one, found at the last start
+            os.rename(temporary, final)
+            sync_directory(self.directory)
+            self._prune()
+        barrier()
+
+    def load(self):
+        """The newest intact checkpoint.
+
+        Returns:
+            (epoch, state, journal): the number of finished epochs, this rank's tree, and the list
+            of this rank's journal parts, oldest first; (0, None, []) if nothing was ever saved.
+
+        Raises:
+            CheckpointError: checkpoints exist and all are damaged, or are of another number of
+                ranks.
+        """
+        names = sorted((p.name for p in self.directory.glob("epoch_*")), reverse=True)
+        for name in broadcast(names):
+            error, epoch, state, journal = None, None, None, []
+            try:
+                epoch, state, journal = self._read(self.directory / name)
+            except (OSError, ValueError, KeyError, TypeError, EOFError) as e:
+                error = f"{type(e).__name__}: {e}"
+            errors = [e for e in allgather(error) if e]
+            if not errors:
+                return epoch, state, journal
+            if proc_id() == 0:
+                print(f"WARNING: checkpoint {name} is damaged ({errors[0]})", file=sys.stderr)
+        if broadcast(bool(names)):
+            raise CheckpointError(f"no usable checkpoint in {self.directory}")
+        return 0, None, []
+
+    def clear(self):
+        """Delete all checkpoints and the journal."""
+        if proc_id() == 0:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        barrier()
+
+    def _read(self, path):
+        """Check all files of one checkpoint against its manifest and load this rank's."""
+        manifest = read_json(path / "manifest.json")
+        if manifest["ranks"] != num_procs():
+            raise CheckpointError(
+                f"{path} is of {manifest['ranks']} ranks, and this run has {num_procs()}"
+            )
+        mine = f"rank_{proc_id()}"
+        state = _load(path / f"{mine}.npz", manifest["files"][f"{path.name}/{mine}.npz"])
+        names = [n for n in manifest["files"] if n.startswith(f"journal/{mine}_")]
+        journal = [_load(self.directory / n, manifest["files"][n]) for n in sorted(names)]
+        self.journal = {Path(n).name: manifest["files"][n] for n in sorted(names)}
+        return manifest["epoch"], state, journal
+
+    def _prune(self):
+        """Delete all checkpoints but the newest few, and the journal parts that none names."""
+        epochs = sorted(self.directory.glob("epoch_*"))
+        for path in epochs[:-KEEP]:
+            shutil.rmtree(path, ignore_errors=True)
+        named = set()
+        for path in epochs[-KEEP:]:
+            try:
+                named |= set(read_json(path / "manifest.json")["files"])
+            except (OSError, ValueError, KeyError):
+                return  # the older one is damaged: keep every part that it may name
+        for path in (self.directory / "journal").iterdir():
+            if f"journal/{path.name}" not in named:
+                path.unlink(missing_ok=True)
+
+
+def _write(path, tree):
+    """Write a tree to a file, synced, and return its SHA-256."""
+    data = tree_to_bytes(tree)
+    write_atomically(path, lambda f: f.write(data))
+    return hashlib.sha256(data).hexdigest()
+
+
+def _load(path, digest):
+    """Read a tree from a file. Raises ValueError if its SHA-256 is not `digest`."""
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise ValueError(f"{path.name} does not match its checksum")
+    return tree_from_bytes(data)

@@ -1,0 +1,446 @@
+"""Where a run is written down: its directory, progress.txt, TensorBoard events, the terminal.
+
+`Logger` and `EpochLogger` have Spinning Up's methods and write its file formats, so that its
+readers' own tools read ours. All methods are called by all ranks together; rank 0 writes.
+"""
+
+import fcntl
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+from tqdm import tqdm
+
+from common import UsageError
+from common.checkpoint import Checkpointer, CheckpointError
+from common.mpi_tools import broadcast, mpi_statistics_scalar, num_procs, proc_id
+from common.serialization import convert_json, read_json, write_atomically, write_json
+
+COLORS = {"gray": 30, "red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
+# What a run leaves in its directory; --overwrite deletes these and nothing else.
+RUN_FILES = ["config.json", "progress.txt", "status.json", "policy.npz", "torch_save", "tf1_save"]
+RUN_FILES += ["checkpoint", "events.out.tfevents.*"]
+# Flags that may change when a run is resumed: they do not touch its numbers.
+FREE_TO_CHANGE = {"epochs", "save_freq", "data_dir", "resume", "overwrite", "num_cpu"}
+TAGS = {"AverageEpRet": "charts/episodic_return", "EpLen": "charts/episodic_length"}
+TAGS |= {"AverageTestEpRet": "eval/episodic_return", "TestEpLen": "eval/episodic_length"}
+
+_open_logger = None  # the logger whose run `mark` speaks of
+
+
+def colorize(text, color="green", bold=False):
+    """`text` in a terminal's colour escapes."""
+    return f"\x1b[{'1;' if bold else ''}{COLORS[color]}m{text}\x1b[0m"
+
+
+def setup_logger_kwargs(exp_name, seed=None, data_dir="data", datestamp=False):
+    """Arguments of a `Logger` whose directory follows Spinning Up's convention.
+
+    Returns:
+        dict(output_dir, exp_name), where output_dir is `<data_dir>/<exp_name>`, and below it
+        `<exp_name>_s<seed>` if a seed is given; with a datestamp,
+        `<data_dir>/YYYY-MM-DD_<exp_name>/YYYY-MM-DD_HH-MM-SS-<exp_name>_s<seed>`.
+    """
+    now = broadcast(datetime.now())
+    outer = f"{now:%Y-%m-%d}_{exp_name}" if datestamp else exp_name
+    path = Path(data_dir, outer)
+    if seed is not None:
+        path /= (
+            f"{now:%Y-%m-%d_%H-%M-%S}-{exp_name}_s{seed}" if datestamp else f"{exp_name}_s{seed}"
+        )
+    return {"output_dir": str(path), "exp_name": exp_name}
+
+
+def start_run(args, script):
+    """Open the run directory of a script's `Args` and write its config.json.
+
+    Args:
+        args: the script's `Args`.
+        script: its `__file__`; the experiment is called `<script>_<env-id>` if `args` has no name.
+
+    Returns:
+        an EpochLogger.
+
+    Raises:
+        UsageError: see `Logger` and `Logger.save_config`.
+    """
+    exp_name = args.exp_name or re.sub(r"[^\w.-]", "_", f"{Path(script).stem}_{args.env_id}")
+    if exp_name != Path(exp_name).name:
+        raise UsageError(f"--exp-name must be a plain name, not {exp_name!r}")
+    logger_kwargs = setup_logger_kwargs(exp_name, args.seed, args.data_dir, args.datestamp)
+    if args.datestamp and args.resume:
+        raise UsageError("--datestamp makes a new directory: there is nothing to --resume in it")
+    logger = EpochLogger(**logger_kwargs, resume=args.resume, overwrite=args.overwrite)
+    logger.save_config(args, script)
+    return logger
+
+
+def mark(status, error=None):
+    """Write down how the open run ended, from any rank; nothing happens if none is open."""
+    if _open_logger is not None:
+        _open_logger.write_status(status, error)
+
+
+class Logger:
+    """The record of one run.
+
+    Args:
+        output_dir: the run directory; made here.
+        output_fname: the table's file name.
+        exp_name: the experiment's name, for plots.
+        resume: continue the run that the directory holds; start one if it holds none.
+        overwrite: delete the run that the directory holds.
+
+    Raises:
+        UsageError: the directory cannot be made or written, holds a run and neither `resume` nor
+            `overwrite` is set, or another process has it open. Nothing was changed then.
+    """
+
+    def __init__(
+        self, output_dir, output_fname="progress.txt", exp_name=None, resume=False, overwrite=False
+    ):
+        self.output_dir = Path(output_dir)
+        self.progress_path = self.output_dir / output_fname
+        self.exp_name = exp_name
+        self.resume, self.overwrite = resume, overwrite
+        if resume and overwrite:
+            raise UsageError("--resume and --overwrite exclude each other")
+        self.headers, self.row = [], {}
+        self.epoch = self.epochs = 0  # epochs done, epochs to do
+        self.finished = False  # whether the run that is resumed has no epoch left to do
+        self.elapsed = 0.0  # seconds before this process took the run up
+        self.start_time = time.time()
+        self.progress_file = self.events = None
+        self._last_charted = None
+        self._lock = None
+        error = broadcast(self._claim() if proc_id() == 0 else None)
+        if error:
+            raise UsageError(error)
+        self.checkpointer = Checkpointer(self.output_dir / "checkpoint")
+        global _open_logger
+        _open_logger = self
+
+    # Run directory ------------------------------------------------------------------------------
+
+    def _claim(self):
+        """Take the run directory for this process. Returns why not, or None."""
+        made = [p for p in (self.output_dir, *self.output_dir.parents) if not p.exists()]
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = open(self.output_dir / ".lock", "a+")  # noqa: SIM115 - held while we run
+        except OSError as e:
+            for path in made:  # leave no empty directories behind
+                if path.exists():
+                    path.rmdir()
+            return f"cannot write to {self.output_dir}: {e.strerror}"
+        try:
+            # The kernel drops the lock when its holder dies, however it dies.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock.seek(0)
+            return f"{self.output_dir} is in use by {self._lock.read().strip() or 'a process'}"
+        if self._holds_run() and not (self.resume or self.overwrite):
+            self.close_lock()
+            return f"{self.output_dir} holds a run: --resume continues it, --overwrite replaces it"
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock.flush()
+        if self.overwrite:
+            for pattern in RUN_FILES:
+                for path in self.output_dir.glob(pattern):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        return None
+
+    def _holds_run(self):
+        return any((self.output_dir / name).exists() for name in RUN_FILES[:-1])
+
+    def close_lock(self):
+        """Let other processes have the directory."""
+        if self._lock:
+            self._lock.close()
+            self._lock = None
+
+    def save_config(self, config, script=None):
+        """Write config.json: the arguments, and the versions that the numbers depend on.
+
+        Args:
+            config: the script's `Args`, or a dict.
+            script: the script's path; that of the running program, if None.
+
+        Raises:
+            UsageError: the run that is resumed had other arguments, or another number of ranks.
+        """
+        args = convert_json(config)
+        self.epochs = args.get("epochs", 0)
+        config = {**args, "exp_name": self.exp_name, "script": Path(script or sys.argv[0]).name}
+        config |= {"ranks": num_procs(), "versions": _versions(), "git_commit": _git_commit()}
+        config |= {"host": socket.gethostname(), "command": sys.argv}
+        config |= {"start_time": datetime.now().astimezone().isoformat(timespec="seconds")}
+        path = self.output_dir / "config.json"
+        if self.resume and path.exists():
+            old = read_json(path)
+            status = read_json(self.output_dir / "status.json")
+            self.finished = status["status"] == "finished" and self.epochs <= status["epoch"]
+            fixed = (set(args) | {"script", "ranks"}) - FREE_TO_CHANGE
+            changed = sorted(k for k in fixed if old.get(k) != config.get(k))
+            if changed:
+                text = ", ".join(f"{k} was {old.get(k)}, is {config.get(k)}" for k in changed)
+                raise UsageError(f"cannot resume {self.output_dir}: {text}")
+            names = sorted(k for k, v in config["versions"].items() if old["versions"].get(k) != v)
+            for name in names:
+                was, now = old["versions"].get(name), config["versions"][name]
+                self.log(f"WARNING: resuming with {name} {now}; the run began with {was}", "yellow")
+        if proc_id() == 0 and not self.finished:
+            write_json(path, config)
+            self.write_status("running")
+            self.log(f"Logging to {self.output_dir}", "green")
+
+    def write_status(self, status, error=None):
+        """Write status.json: running, finished, interrupted or failed."""
+        state = {"status": status, "epoch": self.epoch, "epochs": self.epochs, "error": error}
+        write_json(self.output_dir / "status.json", state)
+
+    def close(self):
+        """The end of the run: `finished`, or `interrupted` if epochs are left. Returns which."""
+        global _open_logger
+        done = self.epoch >= self.epochs
+        if proc_id() == 0:
+            self.write_status("finished" if done else "interrupted")
+            for file in (self.progress_file, self.events):
+                if file:
+                    file.close()
+            self.close_lock()
+        _open_logger = None
+        return done
+
+    # Terminal and tables ------------------------------------------------------------------------
+
+    def log(self, message, color=None):
+        """Print a line, on rank 0."""
+        if proc_id() == 0:
+            tty = sys.stdout.isatty()
+            tqdm.write(colorize(message, color) if color and tty else message, file=sys.stdout)
+
+    def progress(self, steps, epoch):
+        """Iterate over `range(steps)`, with a bar on rank 0 where there is a terminal."""
+        hide = proc_id() != 0 or not sys.stderr.isatty()
+        return tqdm(range(steps), f"epoch {epoch}", disable=hide, leave=False, unit="step")
+
+    def log_tabular(self, key, value):
+        """Set one column of this epoch's row. Every epoch sets the same columns."""
+        if self.headers and key not in self.headers:
+            raise KeyError(f"column {key} was not in the first row")
+        if key in self.row:
+            raise KeyError(f"column {key} is set already in this row")
+        self.row[key] = value.item() if isinstance(value, np.generic) else value
+
+    def dump_tabular(self):
+        """End this epoch's row: print it, add it to progress.txt and to the TensorBoard events."""
+        self.headers = self.headers or list(self.row)
+        missing = [key for key in self.headers if key not in self.row]
+        if missing:
+            raise KeyError(f"columns {missing} were not set")
+        if proc_id() == 0:
+            self.log(_table(self.row))
+            if self.progress_file is None:
+                self.progress_file = open(self.progress_path, "a")  # noqa: SIM115
+                if self.progress_file.tell() == 0:
+                    self.progress_file.write("\t".join(self.headers) + "\n")
+            values = [self.row[key] for key in self.headers]
+            self.progress_file.write("\t".join(map(str, values)) + "\n")
+            self.progress_file.flush()
+            self._write_events()
+        self.epoch += 1
+        self.row = {}
+
+    def time(self):
+        """Seconds that the run has taken, those before it was resumed included."""
+        return self.elapsed + time.time() - self.start_time
+
+    def _write_events(self):
+        """The row as TensorBoard scalars, over environment steps."""
+        step = int(self.row.get("TotalEnvInteracts", self.epoch))
+        scalars = {_tag(k): v for k, v in self.row.items() if isinstance(v, int | float)}
+        if self._last_charted:
+            old_step, old_time = self._last_charted
+            scalars["charts/SPS"] = (step - old_step) / max(self.time() - old_time, 1e-9)
+        self._last_charted = step, self.time()
+        if self.events is None:
+            self._open_events()
+        values = [Summary.Value(tag=tag, simple_value=v) for tag, v in scalars.items()]
+        self._add_event(Event(step=step, summary=Summary(value=values)))
+
+    def _open_events(self, first_step=None):
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self.events = RecordWriter(open(self.output_dir / name, "ab"))  # noqa: SIM115
+        self._add_event(Event(file_version="brain.Event:2"))
+        if first_step is not None:  # what an earlier process wrote from this step on is void
+            start = SessionLog(status=SessionLog.START)
+            self._add_event(Event(step=first_step, session_log=start))
+
+    def _add_event(self, event):
+        event.wall_time = time.time()
+        self.events.write(event.SerializeToString())
+        self.events.flush()
+
+    # Saving and resuming ------------------------------------------------------------------------
+
+    def save_state(self, policy, state, journal=None):
+        """Save the policy for NumPy, and all that an exact continuation needs.
+
+        Args:
+            policy: dict for policy.npz: all that it takes to act with NumPy alone. `weights` is a
+                list of layers (W [in, out], b [out]); the rest arrays, numbers and strings.
+            state: this rank's tree for `Checkpointer.save`.
+            journal: likewise.
+        """
+        if proc_id() == 0:
+            os.fsync(
+                self.progress_file.fileno()
+            )  # a checkpoint never knows more rows than there are
+            policy = {**policy, "epoch": self.epoch}
+            for i, (W, b) in enumerate(policy.pop("weights")):
+                policy |= {f"weight_{i}": W, f"bias_{i}": b}
+            write_atomically(self.output_dir / "policy.npz", lambda f: np.savez(f, **policy))
+        state = {"script": state, "headers": self.headers, "time": self.time()}
+        self.checkpointer.save(self.epoch, state, journal)
+        if proc_id() == 0:
+            self.write_status("running")
+
+    def load_state(self):
+        """Go back to the newest checkpoint, if the run is resumed and has one.
+
+        Returns:
+            (epoch, state, journal): the epoch to begin with, and what `save_state` was given;
+            (0, None, []) for a run that starts.
+
+        Raises:
+            CheckpointError: all checkpoints are damaged, or progress.txt is shorter than they say.
+        """
+        if not self.resume:
+            return 0, None, []
+        epoch, saved, journal = self.checkpointer.load()
+        error = broadcast(self._cut_progress(epoch) if proc_id() == 0 else None)
+        if error:
+            raise CheckpointError(error)
+        self.epoch = epoch
+        if saved is None:
+            self.log("Nothing to resume: starting from the beginning", "yellow")
+            return 0, None, []
+        self.headers, self.elapsed = saved["headers"], saved["time"]
+        self.log(f"Resuming after epoch {epoch}", "yellow")
+        return epoch, saved["script"], journal
+
+    def _cut_progress(self, epoch):
+        """Drop the rows that no checkpoint covers: they will be computed again."""
+        if not self.progress_path.exists():
+            return f"{self.progress_path} is missing" if epoch else None
+        lines = self.progress_path.read_bytes().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith(b"\n")]
+        if len(whole) < epoch + 1:
+            return f"{self.progress_path} has fewer rows than the checkpoint of epoch {epoch}"
+        kept = whole[: epoch + 1] if epoch else []
+        write_atomically(self.progress_path, lambda f: f.writelines(kept))
+        if kept:
+            header, last = (line.decode().rstrip("\n").split("\t") for line in (kept[0], kept[-1]))
+            row = dict(zip(header, last, strict=True))
+            self._open_events(int(row.get("TotalEnvInteracts", epoch)) + 1)
+        elif list(self.output_dir.glob("events.out.tfevents.*")):
+            self._open_events(0)
+        return None
+
+
+class EpochLogger(Logger):
+    """A logger that gathers numbers through an epoch and logs their statistics over all ranks."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.stored = {}
+
+    def store(self, **values):
+        """Add numbers to this epoch's lists, one by key."""
+        for key, value in values.items():
+            self.stored.setdefault(key, []).append(value)
+
+    def log_tabular(self, key, value=None, with_min_and_max=False, average_only=False):
+        """Set a column to a value, or columns to the statistics of what was stored under `key`.
+
+        Args:
+            value: the value; if None, statistics are logged: `Average<key>` and `Std<key>`, with
+                `with_min_and_max` also `Max<key>` and `Min<key>`, with `average_only` just the
+                mean, under `key` itself. NaN where no rank stored anything.
+        """
+        if value is not None:
+            super().log_tabular(key, value)
+            return
+        mean, std, low, high = self.get_stats(key)
+        super().log_tabular(key if average_only else f"Average{key}", mean)
+        if not average_only:
+            super().log_tabular(f"Std{key}", std)
+        if with_min_and_max:
+            super().log_tabular(f"Max{key}", high)
+            super().log_tabular(f"Min{key}", low)
+        self.stored[key] = []
+
+    def get_stats(self, key):
+        """(mean, std, min, max) over all ranks of what was stored under `key` in this epoch."""
+        values = [np.ravel(v) for v in self.stored.get(key, [])]
+        values = np.concatenate(values) if values else []
+        return mpi_statistics_scalar(values, with_min_and_max=True)
+
+
+def _tag(column):
+    """TensorBoard's name of a column: charts/, losses/ or eval/ and the name."""
+    if column in TAGS:
+        return TAGS[column]
+    if "Test" in column:
+        return f"eval/{column}"
+    if column.startswith(("Loss", "DeltaLoss", "KL", "Entropy", "ClipFrac", "StopIter", "Alpha")):
+        return f"losses/{column}"
+    return f"charts/{column}"
+
+
+def _table(row):
+    """A row as two aligned columns in a frame."""
+    cells = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()}
+    left, right = (max(map(len, column)) for column in (cells, cells.values()))
+    rule = "-" * (left + right + 7)
+    lines = [f"| {k:>{left}} | {v:>{right}} |" for k, v in cells.items()]
+    return "\n".join([rule, *lines, rule])
+
+
+def _versions():
+    """Versions of what the numbers of a run depend on."""
+    names = ["torch", "tensorflow", "gymnasium", "mujoco", "numpy", "mpi4py"]
+    versions = {"python": platform.python_version()}
+    for name in names:
+        if name in sys.modules:
+            versions[name] = importlib.metadata.version(name)
+    if "mpi4py.MPI" in sys.modules:
+        library = sys.modules["mpi4py.MPI"].Get_library_version()
+        versions["MPI"] = " ".join(library.split("\n")[0].split())[:60]
+    return versions
+
+
+def _git_commit():
+    """The commit of the project's checkout, with a + if files were changed; None outside git."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        run = {"capture_output": True, "text": True, "timeout": 5, "check": True}
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], **run).stdout.strip()
+        status = [*git, "status", "--porcelain", "--untracked-files=no"]
+        return commit + ("+" if subprocess.run(status, **run).stdout else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,103 @@
+"""PyTorch's half of the MPI helpers, and tensors to arrays and back for checkpoints."""
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common import UsageError
+from common.mpi_tools import allreduce, barrier, broadcast, num_procs, proc_id, threads_per_rank
+from common.serialization import write_atomically
+
+
+def setup_pytorch_for_mpi(device="cpu"):
+    """Give this rank its share of the cores: ranks that each took all would fight for them.
+
+    Returns:
+        the torch.device of that name; ranks take turns at the GPUs if `device` is plain "cuda".
+
+    Raises:
+        UsageError: there is no such device.
+    """
+    torch.set_num_threads(threads_per_rank())
+    if device == "cuda" and torch.cuda.is_available():
+        device = f"cuda:{proc_id() % torch.cuda.device_count()}"
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as e:
+        raise UsageError(f"--device {device} cannot be used: {str(e).splitlines()[0]}") from e
+
+
+def mpi_compile(function, **options):
+    """`torch.compile(function, fullgraph=True)`, by rank 0 first: the others find it in its cache.
+
+    The function itself is returned where there is no C++ compiler, which inductor needs. All ranks
+    must make their first call at the same point of the run.
+    """
+    if not any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "c++", "clang++")):
+        return function
+    compiled, called = torch.compile(function, fullgraph=True, **options), False
+
+    def call(*args):
+        nonlocal called
+        if not called and proc_id() > 0:
+            barrier()
+        result = compiled(*args)
+        if not called and proc_id() == 0:
+            barrier()
+        called = True
+        return result
+
+    return call
+
+
+def mpi_avg_grads(module):
+    """Average the gradients of `module` over all ranks, in place, with one message."""
+    if num_procs() == 1:
+        return
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    flat = torch.cat([g.reshape(-1) for g in grads]).cpu().numpy()
+    total = np.empty_like(flat)
+    allreduce(flat, total)
+    parts = torch.from_numpy(total / num_procs()).split([g.numel() for g in grads])
+    for g, part in zip(grads, parts, strict=True):
+        g.copy_(part.view_as(g))
+
+
+@torch.no_grad()
+def sync_params(module):
+    """Give every rank rank 0's parameters."""
+    for p in module.parameters():
+        p.copy_(torch.from_numpy(broadcast(p.detach().cpu().numpy())))
+
+
+def save_model(module, output_dir):
+    """Write torch_save/model.pt in the run directory: the state_dict, for `weights_only=True`."""
+    if proc_id() == 0:
+        path = Path(output_dir, "torch_save", "model.pt")
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, lambda f: torch.save(module.state_dict(), f))
+
+
+def to_arrays(tree):
+    """A copy of nested dicts and lists (a state_dict) with NumPy arrays in place of tensors."""
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().cpu().numpy().copy()
+    if isinstance(tree, dict):
+        return {k: to_arrays(v) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [to_arrays(v) for v in tree]
+    return tree
+
+
+def to_tensors(tree):
+    """The inverse of `to_arrays`: NumPy arrays become tensors on the CPU."""
+    if isinstance(tree, np.ndarray):
+        return torch.from_numpy(tree)
+    if isinstance(tree, dict):
+        return {k: to_tensors(v) for k, v in tree.items()}
+    if isinstance(tree, list):
+        return [to_tensors(v) for v in tree]
+    return tree

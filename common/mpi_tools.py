@@ -1,0 +1,204 @@
+"""Data-parallel training over MPI, free of any learning framework.
+
+Every function works the same with one rank, with or without mpi4py installed: `num_procs()` is then
+1 and the reductions return what they were given. Statistics are reduced in float64, since float32
+sums lose counts above 2**24. MPI starts at the first call that needs it, never at import, so that
+`mpi_fork` can still replace the process.
+"""
+
+import functools
+import os
+import shutil
+import sys
+
+import numpy as np
+
+from common import UsageError
+
+FORK_MARKER = "MPI_FORKED"  # set by mpi_fork for its children alone, who delete it
+MAX_THREADS = 4  # more threads than this do not speed up networks of this size
+
+
+@functools.cache
+def _mpi():
+    """The module mpi4py.MPI, initialised by its import, or None where it is not installed."""
+    try:
+        from mpi4py import MPI
+
+        return MPI
+    except (ImportError, RuntimeError) as e:  # RuntimeError: mpi4py found no MPI library to load
+        launched = [os.environ.get(v, "1") for v in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")]
+        if launched != ["1", "1"]:
+            # Without this every rank would take itself for rank 0 and write over the others.
+            raise RuntimeError(f"started under mpirun, but mpi4py does not work here: {e}") from e
+        return None
+
+
+def proc_id():
+    """Rank of this process, from 0."""
+    return _mpi().COMM_WORLD.Get_rank() if _mpi() else 0
+
+
+def num_procs():
+    """Number of ranks."""
+    return _mpi().COMM_WORLD.Get_size() if _mpi() else 1
+
+
+def allreduce(x, out, op="SUM"):
+    """Reduce array `x` over all ranks into `out`: same shape, same dtype; `op` SUM, MIN or MAX."""
+    if num_procs() == 1:
+        np.copyto(out, x)
+    else:
+        _mpi().COMM_WORLD.Allreduce(x, out, op=getattr(_mpi(), op))
+
+
+def mpi_op(x, op):
+    """Reduce a number or array over all ranks in float64: a float for a number, else an array."""
+    x = np.asarray(x, dtype=np.float64)
+    out = np.empty_like(x)
+    allreduce(np.ascontiguousarray(x), out, op)
+    return out if x.ndim else float(out)
+
+
+def mpi_sum(x):
+    """Sum of `x` over all ranks, elementwise, in float64."""
+    return mpi_op(x, "SUM")
+
+
+def mpi_avg(x):
+    """Mean of `x` over all ranks, elementwise, in float64."""
+    return mpi_sum(x) / num_procs()
+
+
+def broadcast(x, root=0):
+    """Rank `root`'s value of `x` (any small Python object or array), on every rank."""
+    return x if num_procs() == 1 else _mpi().COMM_WORLD.bcast(x, root=root)
+
+
+def allgather(x):
+    """List of every rank's `x` (any small Python object), in order of rank, on every rank."""
+    return [x] if num_procs() == 1 else _mpi().COMM_WORLD.allgather(x)
+
+
+def barrier(timeout=None):
+    """Wait for all ranks. With a `timeout` in seconds, give up after it.
+
+    Returns True if all arrived.
+    """
+    if num_procs() == 1:
+        return True
+    if timeout is None:
+        _mpi().COMM_WORLD.Barrier()
+        return True
+    import time
+
+    request, deadline = _mpi().COMM_WORLD.Ibarrier(), time.monotonic() + timeout
+    while not request.Test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def mpi_abort(code):
+    """End every rank at once with exit code `code`; with a single rank, end this process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if num_procs() > 1:
+        _mpi().COMM_WORLD.Abort(code)
+    os._exit(code)
+
+
+def mpi_statistics_scalar(x, with_min_and_max=False):
+    """Mean and standard deviation (and min and max) of the numbers that all ranks hold together.
+
+    Args:
+        x: numbers of this rank, any shape; may be empty on some ranks.
+
+    Returns:
+        (mean, std) or (mean, std, min, max), floats; all NaN where no rank holds a number.
+    """
+    x = np.asarray(x, dtype=np.float64).ravel()
+    total, n = mpi_sum([x.sum(), x.size])
+    if n == 0:
+        return (float("nan"),) * (4 if with_min_and_max else 2)
+    mean = float(total / n)
+    std = float(np.sqrt(mpi_sum(np.sum((x - mean) ** 2)) / n))
+    if not with_min_and_max:
+        return mean, std
+    low = mpi_op(x.min() if x.size else np.inf, "MIN")
+    high = mpi_op(x.max() if x.size else -np.inf, "MAX")
+    return mean, std, low, high
+
+
+def rank_share(name, total):
+    """This rank's share of a total over all ranks, an int.
+
+    Raises:
+        UsageError: the ranks do not divide it; a remainder would be lost in silence.
+    """
+    if total % num_procs():
+        raise UsageError(f"{name} {total} is not a multiple of the {num_procs()} ranks")
+    return total // num_procs()
+
+
+def check_finite(when, **values):
+    """Stop all ranks at the same place if any rank holds a NaN or an infinity.
+
+    Args:
+        when: where in the run this is, for the message ("epoch 3").
+        values: a number, an array, or a dict of arrays, by name.
+
+    Raises:
+        FloatingPointError: on every rank, naming the value and the first rank that holds it.
+    """
+    bad = ""
+    for name, value in values.items():
+        arrays = value.values() if isinstance(value, dict) else [value]
+        if not bad and not all(np.isfinite(a).all() for a in arrays):
+            bad = name
+    if mpi_op(float(bool(bad)), "MAX"):
+        rank, name = next((i, b) for i, b in enumerate(allgather(bad)) if b)
+        raise FloatingPointError(f"{name} is NaN or infinite on rank {rank} in {when}")
+
+
+def threads_per_rank():
+    """This rank's fair share of the cores that it may use on its machine, at most MAX_THREADS."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    ranks_here = 1
+    if num_procs() > 1:
+        local = _mpi().COMM_WORLD.Split_type(_mpi().COMM_TYPE_SHARED)
+        ranks_here = local.Get_size()
+        local.Free()
+    return max(1, min(MAX_THREADS, cores // ranks_here))
+
+
+def mpi_fork(n):
+    """Relaunch this very command line under `mpirun -np n`, unless it runs there already.
+
+    The process is replaced, so signals and the exit code need no forwarding.
+
+    Raises:
+        RuntimeError: there is no mpirun, or mpirun and mpi4py do not belong together, or the
+            program runs under mpirun with a number of ranks other than 1 and `n`.
+    """
+    forked = os.environ.pop(FORK_MARKER, None)  # popped: grandchildren may fork for themselves
+    if n == 1:
+        return
+    under_mpirun = forked or any(v in os.environ for v in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"))
+    if under_mpirun:
+        if num_procs() != n:
+            raise RuntimeError(
+                f"--num-cpu {n}, but MPI counts {num_procs()} ranks: leave the flag out under "
+                "mpirun; without mpirun, mpi4py and the mpirun on PATH are of different MPIs"
+            )
+        return
+    # The mpirun of this interpreter's environment comes first, activated or not.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    mpirun = shutil.which("mpirun", path=path)
+    if mpirun is None:
+        raise RuntimeError(f"--num-cpu {n} needs mpirun, and there is none on PATH")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [mpirun, "-np", str(n), sys.executable, *sys.orig_argv[1:]]
+    os.execve(mpirun, command, {**os.environ, FORK_MARKER: "1"})
