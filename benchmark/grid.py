@@ -173,10 +173,10 @@ class ExperimentGrid:
         print(f"ExperimentGrid [{self.name}] runs over parameters:\n")
         for key, vals, sh in zip(self.keys, self.vals, self.shs, strict=True):
             values = [str(v) for v in vals]
-            print(f" {key:<32} [{sh}]")
-            text = "  ".join(values)
-            for line in [text] if len(text) <= 70 else values:
-                print(f"        {line}")
+            rows = ["  ".join(values)] if len("  ".join(values)) <= 50 else values
+            print(f" {key:<20} [{sh}]".ljust(30) + rows[0])
+            for row in rows[1:]:
+                print(" " * 30 + row)
         print()
         seeds = len(self.vals[self.keys.index("seed")]) if "seed" in self.keys else 1
         print(f" Variants, counting seeds:       {len(self):>8}")

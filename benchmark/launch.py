@@ -22,7 +22,9 @@ from common import UsageError
 FREE_TO_CHANGE = {"epochs", "save_freq", "data_dir", "resume", "overwrite", "num_cpu", "exp_name"}
 RUN_FILES = ("config.json", "progress.txt", "status.json", "checkpoint")
 LOG_NAME = "launch.log"
-LOG_LINES = 8  # last lines of a failed run's log in the summary
+LOG_HEAD = "--- "  # begins the line that a launch adds to a log
+LOG_LINES = 6  # last lines of a failed run's log in the summary
+FULL_REPORTS = 5  # failed runs whose logs are quoted there
 POLL = 0.05  # seconds between looks at the processes
 REFRESH = 0.5  # seconds between updates of the overview
 
@@ -220,7 +222,7 @@ def start(run, cores=None):
                 os._exit(1)
 
     with open(run.log, "a", encoding="utf-8") as log:
-        log.write(f"\n[{time.strftime('%Y-%m-%d %H:%M:%S')}] {shlex.join(words)}\n")
+        log.write(f"{LOG_HEAD}{time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(words)}\n")
         log.flush()
         return subprocess.Popen(
             words,
@@ -397,11 +399,13 @@ def summary(results, name, seconds, stopped=None):
     order += ["interrupted", "not started"]
     parts = [f"{counts[word]} {word}" for word in order if word in counts]
     lines = [f"{name}: {len(results)} runs, {', '.join(parts)}, in {clock(seconds)}"]
+    quoted = 0
     for result in results:
         if result.outcome in ("failed", "failed before", "in use"):
             detail = f": {result.detail}" if result.detail else ""
             lines += ["", f"{result.outcome}: {result.run.directory}{detail}"]
-            if result.outcome == "failed":
+            quoted += result.outcome == "failed"
+            if result.outcome == "failed" and quoted <= FULL_REPORTS:
                 lines += [f"    {line}" for line in last_lines(result.run.log)]
             lines += [f"    log: {result.run.log}"] * (result.outcome != "in use")
     if "failed before" in counts:
@@ -412,13 +416,15 @@ def summary(results, name, seconds, stopped=None):
 
 
 def last_lines(log):
-    """The end of a log: the last lines that are not empty."""
+    """The last lines of a log that are not empty, of its last launch."""
     try:
         with open(log, "rb") as f:
             f.seek(max(0, os.path.getsize(log) - 20_000))
             lines = f.read().decode("utf-8", "replace").splitlines()
     except OSError:
         return []
+    heads = [i for i, line in enumerate(lines) if line.startswith(LOG_HEAD)]
+    lines = lines[heads[-1] + 1 :] if heads else lines
     return [line.rstrip() for line in lines if line.strip()][-LOG_LINES:]
 
 
@@ -514,6 +520,11 @@ class Live:
     def refresh(self, active, results, todo):
         self.live.update(self.draw(active, results, todo), refresh=True)
 
+    def short(self, run):
+        """A run's name without the sweep's, cut on the left to what fits."""
+        name, room = run.directory.name.removeprefix(f"{self.name}_"), self.console.width - 46
+        return name if len(name) <= max(room, 12) else f"…{name[1 - max(room, 12) :]}"
+
     def draw(self, active, results, todo):
         import rich.box
         import rich.console
@@ -537,7 +548,7 @@ class Live:
         for result, epoch, ret, took in failed + others:
             style = styles.get(result.outcome, "")
             table.add_row(
-                result.run.directory.name,
+                self.short(result.run),
                 rich.text.Text(result.outcome, style=style),
                 epoch,
                 return_text(ret),
@@ -546,7 +557,7 @@ class Live:
             )
         for a in active[:room]:
             table.add_row(
-                a.run.directory.name,
+                self.short(a.run),
                 rich.text.Text("running", style="bold cyan"),
                 progress_text(a),
                 return_text(a.ret),
@@ -573,6 +584,7 @@ class Live:
         lines = [head, table]
         if self.footer:
             lines.append(rich.text.Text(self.footer, style="yellow"))
+        lines.append(rich.text.Text(""))  # where the terminal puts its ^C
         return rich.console.Group(*lines)
 
     def close(self):

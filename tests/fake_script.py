@@ -58,6 +58,13 @@ def parse_args():
     return parser.parse_args()
 
 
+def ended(run):
+    try:
+        return json.loads((run / "status.json").read_text())["status"] != "running"
+    except FileNotFoundError:
+        return False
+
+
 def main():
     args = parse_args()
     rank, ranks = int(os.environ.get("PMI_RANK", 0)), int(os.environ.get("PMI_SIZE", 1))
@@ -68,8 +75,8 @@ def main():
     run.mkdir(parents=True, exist_ok=True)
     stop = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143) if stop else stop.append(143))
-    if rank:
-        while not stop and not finished(run):
+    if rank:  # the other ranks are only there
+        while not stop and not ended(run):
             time.sleep(0.02)
         sys.exit(0)
 
