@@ -65,7 +65,7 @@ def wait_until(condition, seconds=30):
 
 def processes_of(directory):
     """Processes whose command line names a directory."""
-    listing = subprocess.run(["ps", "-A", "-o", "pid=,args="], capture_output=True, text=True)
+    listing = subprocess.run(["ps", "-Aww", "-o", "pid=,args="], capture_output=True, text=True)
     return [line for line in listing.stdout.splitlines() if str(directory) in line]
 
 
