@@ -18,18 +18,21 @@ Diff me against vpg_torch.py: the ratio, its clip, and many policy steps instead
 Diff me against ppo_tf1.py: the same algorithm as a TensorFlow 1 graph.
 """
 
+import os
 import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait must not take others' cores
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that any directory will do
+
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that any directory will do
 from common.args import JsonDict, NonNegInt, PosFloat, PosInt, Sizes, Unit
 from common.cli import main, make_env, stop_requested
 from common.logger import start_run
@@ -108,11 +111,11 @@ class GaussianActor(nn.Module):
         self.log_std = nn.Parameter(torch.full((act_dim,), -0.5))
 
     def forward(self, obs, act):
-        """obs [B, obs_dim], act [B, act_dim] -> log pi(act|obs) [B], entropy [1]."""
+        """obs [B, obs_dim], act [B, act_dim] -> log pi(act|obs) [B], entropy []."""
         mu = self.net(obs)
         z = (act - mu) * torch.exp(-self.log_std)
         logp = (-0.5 * z**2 - self.log_std - 0.5 * np.log(2 * np.pi)).sum(-1)
-        return logp, (self.log_std + 0.5 * np.log(2 * np.pi * np.e)).sum(-1, keepdim=True)
+        return logp, (self.log_std + 0.5 * np.log(2 * np.pi * np.e)).sum()
 
 
 class CategoricalActor(nn.Module):

@@ -135,6 +135,8 @@ class Checkpointer:
             error, epoch, state, journal = None, None, None, []
             try:
                 epoch, state, journal = self._read(self.directory / name)
+            except CheckpointError:
+                raise
             except (OSError, ValueError, KeyError, TypeError, EOFError) as e:
                 error = f"{type(e).__name__}: {e}"
             errors = [e for e in allgather(error) if e]

@@ -83,7 +83,11 @@ def start_run(args, script):
     if args.datestamp and args.resume:
         raise UsageError("--datestamp makes a new directory: there is nothing to --resume in it")
     logger = EpochLogger(**logger_kwargs, resume=args.resume, overwrite=args.overwrite)
-    logger.save_config(args, script)
+    try:
+        logger.save_config(args, script)
+    except UsageError:
+        logger.close_lock()
+        raise
     return logger
 
 
@@ -193,6 +197,7 @@ class Logger:
             old = read_json(path)
             status = read_json(self.output_dir / "status.json")
             self.finished = status["status"] == "finished" and self.epochs <= status["epoch"]
+            self.epoch = status["epoch"]
             fixed = (set(args) | {"script", "ranks"}) - FREE_TO_CHANGE
             changed = sorted(k for k in fixed if old.get(k) != config.get(k))
             if changed:
@@ -217,7 +222,10 @@ class Logger:
         global _open_logger
         done = self.epoch >= self.epochs
         if proc_id() == 0:
-            self.write_status("finished" if done else "interrupted")
+            if self.finished:
+                self.log(f"{self.output_dir} is finished: {self.epoch} epochs", "green")
+            else:
+                self.write_status("finished" if done else "interrupted")
             for file in (self.progress_file, self.events):
                 if file:
                     file.close()

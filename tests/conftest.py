@@ -1,0 +1,65 @@
+"""What the tests share: running a script as a user would, with and without mpirun."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+PATH = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+MPIRUN = shutil.which("mpirun", path=PATH)
+
+
+def load_script(name):
+    """The module of a script in algos/, by file name without .py."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "algos" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def command(program, *flags, ranks=1):
+    """The command line of a script in algos/ (by name) or of any program (by path)."""
+    path = ROOT / "algos" / f"{program}.py" if not str(program).endswith(".py") else program
+    mpirun = [MPIRUN, "-np", str(ranks)] if ranks > 1 else []
+    return [*mpirun, sys.executable, str(path), *map(str, flags)]
+
+
+def run(program, *flags, ranks=1, cwd=None, check=True, timeout=300, env=None):
+    """Run a program to its end. Fails the test, showing its output, if its exit code is not 0."""
+    result = subprocess.run(
+        command(program, *flags, ranks=ranks),
+        cwd=cwd,
+        env={**os.environ, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    if check and result.returncode:
+        pytest.fail(f"{program} exited with {result.returncode}\n{result.stdout}\n{result.stderr}")
+    return result
+
+
+def mpi(tmp_path, source, ranks, *flags, **kwargs):
+    """Run a few lines of Python on several ranks; `common` is importable."""
+    program = tmp_path / "program.py"
+    program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{source}")
+    return run(program, *flags, ranks=ranks, **kwargs)
+
+
+def run_dir(data_dir, exp_name, seed=0):
+    """The run directory of an experiment."""
+    return Path(data_dir, exp_name, f"{exp_name}_s{seed}")
+
+
+def progress(directory, without_time=True):
+    """The table of a run, without the one column that differs between equal runs."""
+    table = pd.read_csv(Path(directory, "progress.txt"), sep="\t")
+    return table.drop(columns="Time") if without_time else table

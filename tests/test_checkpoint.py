@@ -1,0 +1,194 @@
+"""Checkpoints: what is saved comes back, damage is noticed, nothing is ever unpickled."""
+
+import pickle
+
+import numpy as np
+import pytest
+from conftest import mpi
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+from common.checkpoint import Checkpointer, CheckpointError, tree_from_bytes, tree_to_bytes
+
+STATE = {"ac": {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, "t": 3, "groups": [{0: 0.5}]}
+
+
+def assert_same(a, b):
+    """Two trees are equal, dtypes included; tuples come back as lists."""
+    if isinstance(a, dict):
+        assert list(a) == list(b)
+        for key in a:
+            assert_same(a[key], b[key])
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    elif isinstance(a, np.ndarray):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        np.testing.assert_array_equal(a, b)
+    else:
+        assert type(a) is type(b) and a == b
+
+
+ARRAYS = npst.arrays(
+    st.sampled_from([np.float32, np.int64, np.bool_]), npst.array_shapes(min_dims=0, min_side=0)
+)
+LEAVES = ARRAYS | st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+TREES = st.recursive(
+    LEAVES,
+    lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text() | st.integers(), x, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(TREES)
+def test_trees_round_trip(tree):
+    assert_same(tree, tree_from_bytes(tree_to_bytes(tree)))
+
+
+def test_nothing_saved(tmp_path):
+    assert Checkpointer(tmp_path / "none").load() == (0, None, [])
+
+
+def test_two_are_kept_and_the_newest_comes_back(tmp_path):
+    saver = Checkpointer(tmp_path)
+    for epoch in (1, 2, 3):
+        saver.save(epoch, {**STATE, "t": epoch})
+    assert sorted(p.name for p in tmp_path.glob("epoch_*")) == ["epoch_000002", "epoch_000003"]
+    epoch, state, journal = Checkpointer(tmp_path).load()
+    assert (epoch, journal) == (3, [])
+    assert_same({**STATE, "t": 3}, state)
+
+
+def damage_bytes(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = {
+    "bit flipped": damage_bytes,
+    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-7]),
+    "empty": lambda path: path.write_bytes(b""),
+    "missing": lambda path: path.unlink(),
+    "pickle": lambda path: path.write_bytes(pickle.dumps(Boom())),
+}
+
+
+class Boom:
+    def __reduce__(self):
+        return (pytest.fail, ("a pickle was executed",))
+
+
+@pytest.mark.parametrize("file", ["rank_0.npz", "manifest.json"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_noticed(tmp_path, capsys, damage, file):
+    saver = Checkpointer(tmp_path)
+    saver.save(1, {**STATE, "t": 1})
+    saver.save(2, {**STATE, "t": 2})
+    DAMAGES[damage](tmp_path / "epoch_000002" / file)
+    if file == "manifest.json" and damage == "bit flipped":  # any byte of JSON may still be JSON
+        (tmp_path / "epoch_000002" / file).write_text('{"epoch": 2, "ranks": 1, "files": {}}')
+    epoch, state, _ = Checkpointer(tmp_path).load()
+    assert (epoch, state["t"]) == (1, 1)
+    assert "checkpoint epoch_000002 is damaged" in capsys.readouterr().err
+    DAMAGES[damage](tmp_path / "epoch_000001" / file)
+    if damage != "bit flipped" or file != "manifest.json":
+        with pytest.raises(CheckpointError, match="no usable checkpoint"):
+            Checkpointer(tmp_path).load()
+
+
+def test_damaged_checkpoint_is_replaced(tmp_path):
+    saver = Checkpointer(tmp_path)
+    saver.save(1, STATE)
+    saver.save(2, STATE)
+    damage_bytes(tmp_path / "epoch_000002" / "rank_0.npz")
+    saver = Checkpointer(tmp_path)
+    assert saver.load()[0] == 1
+    saver.save(2, {**STATE, "t": 22})
+    assert Checkpointer(tmp_path).load()[1]["t"] == 22
+
+
+def test_journal_grows_and_forgets(tmp_path):
+    saver = Checkpointer(tmp_path, journal_parts=3)
+    for epoch in range(1, 6):
+        saver.save(epoch, STATE, journal={"obs": np.full(2, epoch)})
+    epoch, _, journal = Checkpointer(tmp_path, journal_parts=3).load()
+    assert [part["obs"][0] for part in journal] == [3, 4, 5]
+    # The checkpoint before the newest still has its own three parts.
+    damage_bytes(tmp_path / "epoch_000005" / "rank_0.npz")
+    saver = Checkpointer(tmp_path, journal_parts=3)
+    epoch, _, journal = saver.load()
+    assert epoch == 4 and [part["obs"][0] for part in journal] == [2, 3, 4]
+    saver.save(5, STATE, journal={"obs": np.full(2, 55)})
+    assert [part["obs"][0] for part in Checkpointer(tmp_path).load()[2]] == [3, 4, 55]
+    assert len(list((tmp_path / "journal").iterdir())) == 4
+
+
+def test_journal_damage_is_noticed(tmp_path):
+    saver = Checkpointer(tmp_path)
+    for epoch in (1, 2):
+        saver.save(epoch, STATE, journal={"obs": np.full(2, epoch)})
+    damage_bytes(tmp_path / "journal" / "rank_0_000002.npz")
+    assert Checkpointer(tmp_path).load()[0] == 1
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace", "rename"])
+def test_a_save_that_dies_leaves_the_last_one(tmp_path, monkeypatch, step):
+    """The process dies at the n-th call of `step`, for every n: one of the two always loads."""
+    import os
+
+    real, deaths, n = getattr(os, step), 0, 0
+    while True:
+        n, calls = n + 1, 0
+        directory = tmp_path / str(n)
+        monkeypatch.setattr(os, step, real)
+        Checkpointer(directory).save(1, {**STATE, "t": 1})
+
+        def die(*args, last_call=n):
+            nonlocal calls
+            calls += 1
+            if calls == last_call:
+                raise KeyboardInterrupt
+            return real(*args)
+
+        monkeypatch.setattr(os, step, die)
+        try:
+            Checkpointer(directory).save(2, {**STATE, "t": 2})
+        except KeyboardInterrupt:
+            deaths += 1
+        else:
+            break
+        monkeypatch.setattr(os, step, real)
+        epoch, state, _ = Checkpointer(directory).load()
+        assert epoch == state["t"] and epoch in (1, 2)
+        Checkpointer(directory).save(2, {**STATE, "t": 2})  # and the next save succeeds
+        assert Checkpointer(directory).load()[0] == 2
+    assert deaths >= 1
+
+
+def test_several_ranks(tmp_path):
+    source = """
+import numpy as np
+from common.checkpoint import *
+from common.mpi_tools import *
+saver = Checkpointer("saves")
+for epoch in (1, 2):
+    state, journal = {"mine": np.array([proc_id(), epoch])}, {"obs": np.array([proc_id()])}
+    saver.save(epoch, state, journal)
+epoch, state, journal = Checkpointer("saves").load()
+assert epoch == 2 and list(state["mine"]) == [proc_id(), 2]
+assert [int(part["obs"][0]) for part in journal] == [proc_id()] * 2
+barrier()
+if proc_id() == 1:  # one rank's file is lost: all go back together
+    os.unlink("saves/epoch_000002/rank_1.npz")
+barrier()
+epoch, state, _ = Checkpointer("saves").load()
+assert epoch == 1 and list(state["mine"]) == [proc_id(), 1]
+print("all well", flush=True)
+"""
+    assert mpi(tmp_path, source, 2, cwd=tmp_path).stdout.count("all well") == 2
+    with pytest.raises(CheckpointError, match="is of 2 ranks, and this run has 1"):
+        Checkpointer(tmp_path / "saves").load()

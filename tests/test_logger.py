@@ -1,0 +1,241 @@
+"""The run directory: who may write it, and whether others can read what is in it."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import ROOT, mpi
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from common import UsageError
+from common.logger import EpochLogger, Logger, colorize, setup_logger_kwargs, start_run
+
+
+@dataclasses.dataclass
+class Args:
+    env_id: str = "Env-v0"
+    exp_name: str | None = None
+    seed: int = 3
+    data_dir: str = "data"
+    datestamp: bool = False
+    resume: bool = False
+    overwrite: bool = False
+    epochs: int = 2
+    lr: float = 0.1
+
+
+def one_epoch(logger, epoch, returns):
+    for r in returns:
+        logger.store(EpRet=r, EpLen=10)
+    logger.log_tabular("Epoch", epoch)
+    logger.log_tabular("EpRet", with_min_and_max=True)
+    logger.log_tabular("EpLen", average_only=True)
+    logger.log_tabular("TotalEnvInteracts", 100 * (epoch + 1))
+    logger.log_tabular("LossPi", np.float32(0.25))
+    logger.log_tabular("Time", logger.time())
+    logger.dump_tabular()
+
+
+def save(logger):
+    weights = [(np.ones((2, 3)), np.zeros(3))]
+    logger.save_state({"weights": weights, "activation": "tanh"}, {"w": np.ones(3)})
+
+
+def start(tmp_path, **kwargs):
+    return start_run(Args(data_dir=str(tmp_path), **kwargs), "algos/some_script.py")
+
+
+def test_directories(tmp_path):
+    assert setup_logger_kwargs("name", 7, "d") == {
+        "output_dir": "d/name/name_s7",
+        "exp_name": "name",
+    }
+    assert setup_logger_kwargs("name", data_dir="d")["output_dir"] == "d/name"
+    stamped = setup_logger_kwargs("name", 7, "d", datestamp=True)["output_dir"]
+    date, time = r"\d{4}-\d\d-\d\d", r"\d\d-\d\d-\d\d"
+    assert pd.Series([stamped]).str.fullmatch(rf"d/{date}_name/{date}_{time}-name_s7").all()
+    logger = start(tmp_path, env_id="my_package:sub/Env-v0")
+    name = "some_script_my_package_sub_Env-v0"
+    assert logger.output_dir == tmp_path / name / f"{name}_s3"
+    logger.close()
+    with pytest.raises(UsageError, match="must be a plain name"):
+        start(tmp_path, exp_name="../escaped")
+
+
+def test_files_of_a_run(tmp_path, capsys):
+    logger = start(tmp_path, exp_name="run")
+    assert json.loads((logger.output_dir / "status.json").read_text())["status"] == "running"
+    one_epoch(logger, 0, [1.0, 3.0])
+    one_epoch(logger, 1, [])
+    save(logger)
+    assert logger.close()
+
+    table = pd.read_csv(logger.output_dir / "progress.txt", sep="\t")
+    columns = "Epoch AverageEpRet StdEpRet MaxEpRet MinEpRet EpLen TotalEnvInteracts LossPi Time"
+    assert list(table) == columns.split()
+    assert list(table.loc[0])[:8] == [0, 2.0, 1.0, 3.0, 1.0, 10.0, 100, 0.25]
+    assert np.isnan(table.AverageEpRet[1]) and table.TotalEnvInteracts[1] == 200
+
+    config = json.loads((logger.output_dir / "config.json").read_text())
+    assert config["exp_name"] == "run" and config["lr"] == 0.1 and config["ranks"] == 1
+    assert config["script"] == "some_script.py" and config["versions"]["numpy"] == np.__version__
+    assert json.loads((logger.output_dir / "status.json").read_text()) == {
+        "status": "finished", "epoch": 2, "epochs": 2, "error": None,
+    }  # fmt: skip
+    with np.load(logger.output_dir / "policy.npz", allow_pickle=False) as policy:
+        assert policy["weight_0"].shape == (2, 3) and str(policy["activation"]) == "tanh"
+        assert int(policy["epoch"]) == 2
+    out = capsys.readouterr().out
+    assert (
+        re.search(r"^\|      AverageEpRet \| +2 \|$", out, re.MULTILINE) and "\x1b" not in out
+    )  # no terminal, no colours
+
+
+def test_tensorboard_reads_the_events(tmp_path):
+    logger = start(tmp_path)
+    one_epoch(logger, 0, [1.0])
+    save(logger)
+    one_epoch(logger, 1, [5.0])  # no checkpoint after this row: a resumed run makes it again
+    logger.close_lock()
+    logger = start(tmp_path, resume=True)
+    assert logger.load_state()[0] == 1
+    one_epoch(logger, 1, [7.0])
+    logger.close()
+    events = EventAccumulator(str(logger.output_dir)).Reload()
+    tags = {"charts/episodic_return", "charts/episodic_length", "charts/SPS", "losses/LossPi"}
+    assert tags <= set(events.Tags()["scalars"])
+    scalars = [(e.step, e.value) for e in events.Scalars("charts/episodic_return")]
+    assert scalars == [(100, 1.0), (200, 7.0)]
+
+
+def test_no_framework_is_imported():
+    code = "import sys, common.cli; assert not {'torch', 'tensorflow'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_columns_are_the_same_in_every_row(tmp_path):
+    logger = Logger(tmp_path / "a")
+    logger.log_tabular("A", 1)
+    with pytest.raises(KeyError, match="A is set already"):
+        logger.log_tabular("A", 2)
+    logger.dump_tabular()
+    with pytest.raises(KeyError, match="B was not in the first row"):
+        logger.log_tabular("B", 1)
+    with pytest.raises(KeyError, match="were not set"):
+        logger.dump_tabular()
+
+
+def test_statistics_over_ranks(tmp_path):
+    source = """
+from common.logger import *
+logger = EpochLogger("run")
+if proc_id() == 0:  # rank 1 finished no episode in this epoch
+    logger.store(EpRet=2.0)
+    logger.store(EpRet=4.0)
+logger.store(VVals=np.full(10, float(proc_id())))
+logger.log_tabular("EpRet", with_min_and_max=True)
+logger.log_tabular("VVals", average_only=True)
+logger.log_tabular("Nothing")
+logger.dump_tabular()
+"""
+    mpi(tmp_path, source, 2, cwd=tmp_path)
+    text = (tmp_path / "run" / "progress.txt").read_text().split("\n")
+    assert text[0].split("\t")[:4] == ["AverageEpRet", "StdEpRet", "MaxEpRet", "MinEpRet"]
+    assert text[1].split("\t") == ["3.0", "1.0", "4.0", "2.0", "0.5", "nan", "nan"]
+
+
+def test_a_run_is_never_written_over(tmp_path):
+    logger = start(tmp_path)
+    one_epoch(logger, 0, [1.0])
+    save(logger)
+    one_epoch(logger, 1, [2.0])
+    save(logger)
+    logger.close()
+    (logger.output_dir / "notes.md").write_text("mine")
+
+    def times():
+        return {p.name: p.stat().st_mtime_ns for p in logger.output_dir.glob("[!.]*")}
+
+    before = times()
+    with pytest.raises(UsageError, match="holds a run: --resume continues it, --overwrite repl"):
+        start(tmp_path)
+    with pytest.raises(UsageError, match="exclude each other"):
+        start(tmp_path, resume=True, overwrite=True)
+    resumed = start(tmp_path, resume=True)
+    assert resumed.finished and resumed.close()  # a no-op
+    assert before == times()
+    start(tmp_path, overwrite=True).close()
+    assert not (logger.output_dir / "progress.txt").exists()
+    assert (
+        not list(logger.output_dir.glob("events*"))
+        and not (logger.output_dir / "checkpoint").exists()
+    )
+    assert (logger.output_dir / "notes.md").read_text() == "mine"
+
+
+def test_resume_refuses_other_arguments(tmp_path):
+    logger = start(tmp_path, epochs=2)
+    one_epoch(logger, 0, [1.0])
+    save(logger)
+    logger.close()
+    with pytest.raises(UsageError, match=r"cannot resume .*: lr was 0.1, is 0.2"):
+        start(tmp_path, resume=True, lr=0.2)
+    logger = start(tmp_path, resume=True, epochs=5)
+    assert logger.load_state()[0] == 1
+    logger.close()
+
+
+def test_resume_warns_of_other_versions(tmp_path, capsys):
+    logger = start(tmp_path)
+    path = logger.output_dir / "config.json"
+    logger.close()
+    config = json.loads(path.read_text())
+    config["versions"]["numpy"] = "1.0"
+    path.write_text(json.dumps(config))
+    start(tmp_path, resume=True).close()
+    assert f"numpy {np.__version__}; the run began with 1.0" in capsys.readouterr().out
+
+
+def test_resume_drops_rows_without_checkpoint(tmp_path):
+    logger = start(tmp_path, epochs=9)
+    one_epoch(logger, 0, [1.0])
+    save(logger)
+    one_epoch(logger, 1, [2.0])
+    logger.progress_file.write("2\t3.0\t")  # killed in the middle of a row
+    logger.progress_file.flush()
+    logger.close_lock()
+    elapsed = logger.time()
+    logger = start(tmp_path, epochs=9, resume=True)
+    assert logger.load_state()[0] == 1 and logger.time() > 0 and elapsed > 0
+    assert len((logger.output_dir / "progress.txt").read_text().splitlines()) == 2
+    one_epoch(logger, 1, [2.0])
+    logger.close()
+    assert list(pd.read_csv(logger.output_dir / "progress.txt", sep="\t").Epoch) == [0, 1]
+
+
+def test_one_process_at_a_time(tmp_path):
+    logger = start(tmp_path)
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom common.logger import *\n"
+    code += f"Logger({str(logger.output_dir)!r}, resume=True)"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert other.returncode and "is in use by process" in other.stderr
+    logger.close()
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_unwritable_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot write to"):
+        Logger(tmp_path / "file" / "run")
+    with pytest.raises(UsageError, match="cannot write to"):
+        Logger("/proc/nothing/here")
+
+
+def test_colorize():
+    assert colorize("x", "red", bold=True) == "\x1b[1;31mx\x1b[0m"
+    assert isinstance(EpochLogger.progress.__doc__, str)

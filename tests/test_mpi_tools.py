@@ -1,0 +1,166 @@
+"""The MPI helpers, with real ranks."""
+
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from conftest import MPIRUN, ROOT, mpi
+
+from common import UsageError, mpi_tools
+
+STATISTICS = """
+import numpy as np
+from common.mpi_tools import *
+data = np.random.default_rng(0).normal(1000, 1, 37)
+mine = np.array_split(data, num_procs())[proc_id()]
+mean, std, low, high = mpi_statistics_scalar(mine, with_min_and_max=True)
+np.testing.assert_allclose([mean, std], [data.mean(), data.std()], rtol=1e-12)
+assert (low, high) == (data.min(), data.max())
+# Only one rank holds a number; then nobody does.
+one = mpi_statistics_scalar([5.0] if proc_id() == num_procs() - 1 else [], with_min_and_max=True)
+assert one == (5.0, 0.0, 5.0, 5.0), one
+assert np.isnan(mpi_statistics_scalar([], with_min_and_max=True)).all()
+n = num_procs()
+assert mpi_sum(proc_id() + 1) == n * (n + 1) / 2 and mpi_avg(proc_id()) == (n - 1) / 2
+np.testing.assert_array_equal(mpi_sum(np.full((2, 3), 0.5)), np.full((2, 3), 0.5 * n))
+assert mpi_op(proc_id(), "MAX") == n - 1 and mpi_op(proc_id(), "MIN") == 0
+assert mpi_sum(2.0**24 + 1) == n * (2.0**24 + 1)  # more than float32 can count
+assert broadcast({"from": proc_id()}) == {"from": 0} and broadcast(proc_id(), root=n - 1) == n - 1
+assert allgather(proc_id()) == list(range(n))
+out = np.empty(3, np.float32)
+allreduce(np.full(3, 1.5, np.float32), out)
+assert out.dtype == np.float32 and (out == 1.5 * n).all()
+assert rank_share("--steps", 12) == 12 // n
+assert barrier(timeout=5)
+print("all well", flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_reductions_and_statistics(tmp_path, ranks):
+    assert mpi(tmp_path, STATISTICS, ranks).stdout.count("all well") == ranks
+
+
+def test_without_mpi4py(tmp_path):
+    source = "sys.modules['mpi4py'] = None\n" + STATISTICS
+    assert "all well" in mpi(tmp_path, source, 1).stdout
+    # Under mpirun each would take itself for rank 0 and write over the others: that is an error.
+    result = mpi(tmp_path, source, 2, check=False)
+    assert result.returncode and "mpi4py does not work here" in result.stderr
+
+
+def test_check_finite_stops_all_ranks(tmp_path):
+    source = """
+import numpy as np
+from common.mpi_tools import *
+fine = {"w": np.ones(3)}
+check_finite("epoch 1", reward=1.0, parameter=fine)
+bad = np.array([1, np.nan]) if proc_id() == 1 else np.ones(2)
+try:
+    check_finite("epoch 2", reward=1.0, observation=bad, parameter=fine)
+except FloatingPointError as e:
+    print(e, flush=True)
+"""
+    text = "observation is NaN or infinite on rank 1 in epoch 2"
+    assert mpi(tmp_path, source, 2).stdout.count(text) == 2
+
+
+def test_rank_share_refuses_a_remainder(monkeypatch):
+    monkeypatch.setattr(mpi_tools, "num_procs", lambda: 3)
+    with pytest.raises(UsageError, match="--steps-per-epoch 4000 is not a multiple of the 3 ranks"):
+        mpi_tools.rank_share("--steps-per-epoch", 4000)
+
+
+FORK = """
+import os
+from common.mpi_tools import *
+mpi_fork(3)
+assert "MPI_FORKED" not in os.environ  # or a grandchild would take itself for forked
+print(f"rank {proc_id()} of {num_procs()}, flags {sys.argv[1:]}", flush=True)
+"""
+
+
+def test_fork_relaunches_the_same_command(tmp_path):
+    out = mpi(tmp_path, FORK, 1, "--name", "two words", "-x").stdout
+    for rank in range(3):
+        assert f"rank {rank} of 3, flags ['--name', 'two words', '-x']" in out
+
+
+def test_fork_of_a_module(tmp_path):
+    (tmp_path / "a_module.py").write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{FORK}")
+    command = [sys.executable, "-m", "a_module", "flag"]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert out.stdout.count("of 3, flags ['flag']") == 3, out.stderr
+
+
+def test_fork_under_mpirun(tmp_path):
+    assert mpi(tmp_path, FORK, 3).stdout.count("of 3") == 3
+    result = mpi(tmp_path, FORK, 2, check=False)
+    assert result.returncode and "--num-cpu 3, but MPI counts 2 ranks" in result.stderr
+
+
+def test_fork_without_mpirun(monkeypatch):
+    monkeypatch.setattr(mpi_tools.shutil, "which", lambda *args, **kwargs: None)
+    with pytest.raises(RuntimeError, match="needs mpirun"):
+        mpi_tools.mpi_fork(2)
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_a_rank_that_raises_ends_the_world(tmp_path, culprit):
+    source = f"""
+import dataclasses
+from common.cli import main
+from common.mpi_tools import *
+@dataclasses.dataclass
+class Args:
+    num_cpu: int = 1
+def train(args):
+    if proc_id() == {culprit}:
+        raise ZeroDivisionError("of all things")
+    barrier()
+main(train, Args)
+"""
+    start = time.monotonic()
+    result = mpi(tmp_path, source, 3, check=False, timeout=60)
+    assert result.returncode
+    assert f"failed on rank {culprit} of 3" in result.stderr
+    assert "ZeroDivisionError: of all things" in result.stderr
+    assert time.monotonic() - start < 30  # not a timing: a deadlock would last for ever
+
+
+def test_threads_are_shared_out(tmp_path):
+    source = "from common.mpi_tools import *\nprint(f'threads={threads_per_rank()};', flush=True)\n"
+    cores = len(os.sched_getaffinity(0))
+    for ranks in (1, 2, 4):
+        expected = max(1, min(mpi_tools.MAX_THREADS, cores // ranks))
+        out = mpi(tmp_path, source, ranks).stdout
+        assert out.count(f"threads={expected};") == ranks
+
+
+def test_torch_helpers(tmp_path):
+    source = """
+import torch
+from common.mpi_pytorch import *
+from common.mpi_tools import *
+setup_pytorch_for_mpi()
+net = torch.nn.Linear(3, 2)
+torch.nn.init.constant_(net.weight, float(proc_id()))
+sync_params(net)
+assert (net.weight == 0).all()
+for p in net.parameters():
+    p.grad = torch.full_like(p, float(proc_id()))
+mpi_avg_grads(net)
+for p in net.parameters():
+    assert (p.grad == (num_procs() - 1) / 2).all()
+print("all well", flush=True)
+"""
+    for ranks in (1, 2):
+        assert mpi(tmp_path, source, ranks).stdout.count("all well") == ranks
+
+
+def test_mpirun_is_of_this_environment():
+    assert MPIRUN, "requirements.txt brings mpirun"
+    assert np.isfinite(mpi_tools.mpi_avg(1.0))

@@ -1,0 +1,92 @@
+"""JSON of anything, and files that are whole or not there."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.serialization import convert_json, read_json, write_atomically, write_json
+
+
+@dataclasses.dataclass
+class Config:
+    lr: float = 0.1
+    sizes: tuple = (64, 64)
+
+
+class Plain:
+    def __init__(self):
+        self.x = np.float32(2)
+
+
+class Shy:
+    __slots__ = ()
+
+    def __repr__(self):
+        raise RuntimeError("no")
+
+
+def test_convert_json():
+    cyclic = {"a": 1}
+    cyclic["self"] = cyclic
+    cases = [
+        (np.int64(3), 3),
+        (np.bool_(True), True),
+        (np.arange(4).reshape(2, 2), [[0, 1], [2, 3]]),
+        ([float("nan"), -math.inf, np.float32("inf"), np.nan], [None] * 4),
+        (Config(), {"lr": 0.1, "sizes": [64, 64]}),
+        (math.sqrt, "sqrt"),
+        (Config, "Config"),
+        (Plain(), {"Plain": {"x": 2.0}}),
+        (Path("a") / "b", "a/b"),
+        ({1: 2, (1, 2): 3, None: {4}}, {"1": 2, "(1, 2)": 3, "None": [4]}),
+        (cyclic, {"a": 1, "self": "..."}),
+        (Shy(), "<Shy>"),
+        (2**100, 2**100),
+    ]
+    for obj, expected in cases:
+        assert convert_json(obj) == expected
+    assert "lambda" in convert_json(lambda x: x)
+    shared = [1]
+    assert convert_json([shared, shared]) == [[1], [1]]  # twice is not a cycle
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
+    | st.complex_numbers() | st.builds(np.float32, st.floats(width=32)) | st.just(Config),
+    lambda x: st.lists(x) | st.tuples(x, x) | st.dictionaries(st.text() | st.integers(), x),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@given(ANYTHING)
+def test_convert_json_takes_anything(obj):
+    text = json.dumps(convert_json(obj), allow_nan=False)
+    assert json.loads(text) == convert_json(obj)
+    assert convert_json(convert_json(obj)) == convert_json(obj)
+
+
+def test_write_json(tmp_path):
+    write_json(tmp_path / "a.json", {"é": float("nan"), "bad surrogate": "\ud800"})
+    assert read_json(tmp_path / "a.json")["é"] is None
+    (tmp_path / "b.json").write_text("{")
+    with pytest.raises(ValueError, match=r"b\.json is not valid JSON"):
+        read_json(tmp_path / "b.json")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    write_atomically(path, lambda f: f.write(b"old"))
+
+    def fail(f):
+        f.write(b"half of the new")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, fail)
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
