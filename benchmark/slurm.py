@@ -111,15 +111,18 @@ def job_files(runs, name, table, directory):
             cwd=shlex.quote(os.getcwd()),
             setup="\n".join(table.get("setup", [])),
             directory=shlex.quote(str(directory)),
-            # srun takes a SIGTERM as an order to kill its step; scancel signals the ranks alone.
-            stop='scancel --signal=TERM "$SLURM_JOB_ID"' if srun else 'kill -TERM "$run"',
+            # Slurm takes a SIGTERM as an order to kill srun's step; SIGUSR1 just reaches the ranks.
+            stop='scancel --signal=USR1 "$SLURM_JOB_ID"' if srun else 'kill -TERM "$run"',
         )
     }
     for i, run in enumerate(runs, 1):
+        words, log = shlex.join(launch.command(run, launcher)), shlex.quote(str(run.log))
         files[f"run_{i}.sh"] = (
             f"mkdir -p {shlex.quote(str(run.directory))}\n"
-            f"exec {shlex.join(launch.command(run, launcher))} \\\n"
-            f"    >> {shlex.quote(str(run.log))} 2>&1 < /dev/null\n"
+            f"exec >> {log} 2>&1 < /dev/null\n"
+            f'echo "{launch.LOG_HEAD}$(date "+%F %T") Slurm job $SLURM_JOB_ID"\n'
+            f"export PYTHONUNBUFFERED=1\n"
+            f"exec {words}\n"
         )
     return files
 

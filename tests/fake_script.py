@@ -74,7 +74,8 @@ def main():
     run = Path(args.data_dir, args.exp_name, f"{args.exp_name}_s{args.seed}")
     run.mkdir(parents=True, exist_ok=True)
     stop = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143) if stop else stop.append(143))
+    for signum in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, lambda *_: sys.exit(143) if stop else stop.append(143))
     if rank:  # the other ranks are only there
         while not stop and not ended(run):
             time.sleep(0.02)

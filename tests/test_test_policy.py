@@ -170,7 +170,8 @@ def test_box_actions_and_the_saved_configuration(tmp_path, distribution):
 def test_neither_torch_nor_tensorflow_is_imported(tmp_path):
     run = write_run(tmp_path / "run", arrays([4, 2], "categorical"), "CartPole-v1")
     code = (
-        f"import sys\nsys.argv = ['x', {str(run)!r}, '-n', '1']\nsys.path.insert(0, {str(ROOT)!r})\n"
+        f"import sys\nsys.argv = ['x', {str(run)!r}, '-n', '1']\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
         "from benchmark import test_policy\ntest_policy.main()\n"
         "assert not {'torch', 'tensorflow', 'tensorboard'} & set(sys.modules)"
     )
