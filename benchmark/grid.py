@@ -23,6 +23,7 @@ A sweep file:
     vals = [0.1, 0.2]
     shorthand = "a"
     in_name = true
+    scripts = ["sac_*"]                # only for these of the sweep's scripts
 
     [slurm]                            # for --slurm, see benchmark/slurm.py
     partition = "cpu"
@@ -37,6 +38,7 @@ From Python, `ExperimentGrid` and `call_experiment` are Spinning Up's.
 """
 
 import argparse
+import fnmatch
 import itertools
 import json
 import math
@@ -166,21 +168,27 @@ class ExperimentGrid:
                     name += f"_{sh}{valid_str(value)}"
         return name.lstrip("_")
 
-    def print(self):
-        """Print keys, values and the number of variants."""
+    def print(self, scripts=(), counts=None):
+        """Print keys, values and the number of variants.
+
+        scripts, counts: of a sweep of several scripts, their names, and the numbers of its runs
+        and of its experiments.
+        """
+        seeds = len(self.vals[self.keys.index("seed")]) if "seed" in self.keys else 1
+        total, seedless = counts or (len(self), len(self) // seeds)
         rule = "=" * 80
         print(rule)
         print(f"ExperimentGrid [{self.name}] runs over parameters:\n")
-        for key, vals, sh in zip(self.keys, self.vals, self.shs, strict=True):
+        rows = list(zip(self.keys, self.vals, self.shs, strict=True))
+        for key, vals, sh in [("script", scripts, "")] * bool(scripts) + rows:
             values = [str(v) for v in vals]
-            rows = ["  ".join(values)] if len("  ".join(values)) <= 50 else values
-            print(f" {key:<20} [{sh}]".ljust(30) + rows[0])
-            for row in rows[1:]:
-                print(" " * 30 + row)
+            lines = ["  ".join(values)] if len("  ".join(values)) <= 50 else values
+            for i, line in enumerate(lines):
+                head = f" {key:<20} [{sh}]" if i == 0 else ""
+                print(f"{head:<30}{line}")
         print()
-        seeds = len(self.vals[self.keys.index("seed")]) if "seed" in self.keys else 1
-        print(f" Variants, counting seeds:       {len(self):>8}")
-        print(f" Variants, not counting seeds:   {len(self) // seeds:>8}")
+        print(f" Variants, counting seeds:       {total:>8}")
+        print(f" Variants, not counting seeds:   {seedless:>8}")
         print(rule, flush=True)
 
     def run(self, script, num_cpu=1, data_dir="data", workers=1, retry_failed=False):
@@ -221,6 +229,7 @@ class Sweep:
     workers: int = 1
     data_dir: str = "data"
     slurm: dict = field(default_factory=dict)
+    only: dict = field(default_factory=dict)  # key -> patterns of the scripts that take it
     source: str = ""  # the file it came from, for messages
 
 
@@ -251,30 +260,35 @@ def _plan(sweep):
     scripts = sweep.script if isinstance(sweep.script, list) else [sweep.script]
     if not scripts:
         raise UsageError("script: an empty list")
-    if len(grid) * len(scripts) > MAX_RUNS:
-        raise UsageError(f"params: {len(grid) * len(scripts)} runs, more than {MAX_RUNS}")
     sweep.slurm = slurm.check(sweep.slurm)
 
+    paths = [_find_script(script) for script in scripts]
+    for key, patterns in sweep.only.items():
+        for pattern in patterns:
+            if not any(fnmatch.fnmatchcase(path.stem, pattern) for path in paths):
+                raise UsageError(f"params.{key}: scripts: {pattern} is none of the sweep's scripts")
+
     runs = []
-    for script in scripts:
-        path = _find_script(script)
+    for path in paths:
         fields = read_fields(path)
         for name in ("exp_name", "seed", "data_dir", "resume"):
             if name not in fields:
-                raise UsageError(f"script: {script} has no flag --{name.replace('_', '-')}")
-        _check_params(grid, path, fields)
-        for variant in grid.variants():
+                raise UsageError(f"script: {path} has no flag --{name.replace('_', '-')}")
+        own = _grid_of_script(sweep, path)
+        if len(runs) + len(own) > MAX_RUNS:
+            raise UsageError(f"params: more than {MAX_RUNS} runs")
+        _check_params(own, path, fields)
+        for variant in own.variants():
             # With several scripts, the script is the first thing that varies.
-            exp_name = grid.variant_name(variant)
+            exp_name = own.variant_name(variant)
             if len(scripts) > 1:
-                exp_name = f"{grid.name}_{valid_str(path.stem)}{exp_name[len(grid.name) :]}"
+                exp_name = f"{own.name}_{valid_str(path.stem)}{exp_name[len(own.name) :]}"
             params = {name: fields[name].check(value) for name, value in variant.items()}
             seed = params.pop("seed", fields["seed"].default or 0)
             run = launch.Run(str(path), exp_name, seed, params, fields, 1, str(sweep.data_dir))
             if len(run.directory.name) > 200:
-                raise UsageError(
-                    f"params: {run.directory.name[:60]}... is too long for a file name"
-                )
+                name = run.directory.name[:60]
+                raise UsageError(f"params: {name}... is too long for a file name")
             run.num_cpu = _ranks(sweep, run)
             runs.append(run)
 
@@ -285,6 +299,17 @@ def _plan(sweep):
             raise UsageError(f"params: two runs would share the directory {run.directory}")
         seen[key] = run
     return runs
+
+
+def _grid_of_script(sweep, path):
+    """The sweep's grid without the keys that are for other scripts."""
+    grid = ExperimentGrid(sweep.grid.name)
+    for key, vals, sh, in_name in zip(
+        sweep.grid.keys, sweep.grid.vals, sweep.grid.shs, sweep.grid.in_names, strict=True
+    ):
+        if any(fnmatch.fnmatchcase(path.stem, p) for p in sweep.only.get(key, ["*"])):
+            grid.add(key, vals, sh, in_name)
+    return grid
 
 
 def _is_count(n):
@@ -351,28 +376,35 @@ def read_sweep(path):
             raise UsageError(f"{path}: {key}: expected a table")
     if "script" not in data:
         raise UsageError(f"{path}: script: missing")
-    grid = ExperimentGrid(data.get("name", Path(path).stem))
+    grid, only = ExperimentGrid(data.get("name", Path(path).stem)), {}
     for key, value in data.get("params", {}).items():
         try:
-            _add_param(grid, key, value)
+            _add_param(grid, only, key, value)
         except ValueError as e:
             raise UsageError(f"{path}: params.{key}: {e}") from e
     rest = {key: data[key] for key in ("num_cpu", "workers", "data_dir", "slurm") if key in data}
-    return Sweep(grid, data["script"], source=str(path), **rest)
+    return Sweep(grid, data["script"], source=str(path), only=only, **rest)
 
 
-def _add_param(grid, key, value):
+def _add_param(grid, only, key, value):
+    """Add a key of [params], a value or in the long form, to the grid; its scripts to `only`."""
     if not isinstance(value, dict) or "vals" not in value:
         grid.add(key, [value] if isinstance(value, dict) else value)
         return
+    known = ("vals", "shorthand", "in_name", "scripts")
     for name in value:
-        if name not in ("vals", "shorthand", "in_name"):
-            raise ValueError(f"unknown key {name}; there are vals, shorthand, in_name")
+        if name not in known:
+            raise ValueError(f"unknown key {name}; there are {', '.join(known)}")
     shorthand, in_name = value.get("shorthand"), value.get("in_name", False)
     if shorthand is not None and not isinstance(shorthand, str):
         raise ValueError(f"shorthand: expected a string, got {shorthand!r}")
     if not isinstance(in_name, bool):
         raise ValueError(f"in_name: expected true or false, got {in_name!r}")
+    if "scripts" in value:
+        patterns = value["scripts"]
+        if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
+            raise ValueError(f"scripts: expected a list of names, got {patterns!r}")
+        only[key] = patterns
     grid.add(key, value["vals"], shorthand, in_name)
 
 
@@ -387,7 +419,9 @@ def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
             raise UsageError(f"cannot write to {sweep.data_dir}: {e.strerror}") from e
         if not os.access(sweep.data_dir, os.W_OK):
             raise UsageError(f"cannot write to {sweep.data_dir}")
-        sweep.grid.print()
+        scripts = sorted({Path(run.script).stem for run in runs})
+        counts = len(runs), len({run.exp_name for run in runs})
+        sweep.grid.print(scripts if len(scripts) > 1 else (), counts)
     for run in runs:
         if not use_slurm:
             launch.command(run)  # raises where there is no mpirun

@@ -232,6 +232,8 @@ BAD = {
     "[params.gamma]\nvalues = [0.9]": "params.gamma",
     f"[params]\nseed = {list(range(1001))}\nepochs = {list(range(1, 101))}": "runs",
     f'[params]\nenv_id = ["{"x" * 300}", "y"]': "too long",
+    '[params.gamma]\nvals = [0.9]\nscripts = "fake*"': "params.gamma",
+    '[params.gamma]\nvals = [0.9]\nscripts = ["sac_*"]': "params.gamma",
     "params = 3": "params",
     "[slurm]\nqueue = 'x'": "slurm",
     "[slurm]\ntime = [1]": "slurm.time",
@@ -526,6 +528,25 @@ def test_several_scripts_are_named_first(tmp_path, monkeypatch):
     assert [run.exp_name for run in runs] == [
         *("both_fake_script_gam0-9", "both_fake_script_gam0-8"),
         *("both_other_script_gam0-9", "both_other_script_gam0-8"),
+    ]
+
+
+def test_parameters_for_some_of_the_scripts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("other_script.py").write_text(FAKE.read_text().replace("gamma", "discount"))
+    Path("a.toml").write_text(
+        f'name = "both"\nscript = ["{FAKE}", "other_script.py"]\n[params]\nseed = [0, 1]\n'
+        '[params.gamma]\nvals = [0.9, 0.8]\nscripts = ["fake_*"]\n'
+        '[params.discount]\nvals = [0.7]\nscripts = ["other_*"]\n'
+    )
+    runs = grid.plan(grid.read_sweep("a.toml"))
+    assert [(run.exp_name, run.seed, run.params) for run in runs] == [
+        ("both_fake_script_gam0-9", 0, {"gamma": 0.9}),
+        ("both_fake_script_gam0-8", 0, {"gamma": 0.8}),
+        ("both_fake_script_gam0-9", 1, {"gamma": 0.9}),
+        ("both_fake_script_gam0-8", 1, {"gamma": 0.8}),
+        ("both_other_script", 0, {"discount": 0.7}),
+        ("both_other_script", 1, {"discount": 0.7}),
     ]
 
 
