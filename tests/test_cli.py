@@ -1,0 +1,236 @@
+"""The command line: flags, bad input, signals, exit codes. Every script is held to it."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, command, load_script, progress, run, run_dir
+
+from common import UsageError
+from common.args import JsonDict, NonNegInt, PosFloat, PosInt, Sizes, Unit, parse_args
+
+SCRIPTS = sorted(p.stem for p in (ROOT / "algos").glob("*.py"))
+ON_POLICY = [s for s in SCRIPTS if s.split("_")[0] in ("vpg", "trpo", "ppo")]
+QUICK = ["--env-id", "CartPole-v1", "--steps-per-epoch", "400"]
+
+
+@dataclasses.dataclass
+class Args:
+    """A few flags."""
+
+    lr: PosFloat = 1e-3  # step size
+    gamma: Unit = 0.99  # discount
+    sizes: Sizes = (64, 64)  # layers
+    n: PosInt = 1  # a number
+    seed: NonNegInt = 0  # random seed
+    env_kwargs: JsonDict = dataclasses.field(default_factory=dict)  # arguments
+    verbose: bool = False  # talk
+
+
+def test_flags():
+    words = ["--lr", "0.5", "--gamma", "1", "--sizes", "32", "16", "--verbose", "--n", "7"]
+    args = parse_args(Args, [*words, "--env-kwargs", '{"a": [1, null]}'])
+    assert args == Args(0.5, 1.0, (32, 16), 7, 0, {"a": [1, None]}, True)
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--lr 0", "--lr must be above 0, not 0.0"),
+        ("--lr nan", "--lr must be above 0, not nan"),
+        ("--lr inf", "--lr must be above 0, not inf"),
+        ("--gamma 2", "--gamma must be between 0 and 1, not 2.0"),
+        ("--sizes 64 0", "--sizes must be at least 1, not 0"),
+        ("--seed -1", "--seed must be at least 0, not -1"),
+        ("--n 1.5", "Error parsing --n: invalid literal for int() with base 10: '1.5'"),
+        ("--n", "Missing value for argument '--n'. Expected 1 values."),
+        ("--vebrose", "Unrecognized options: --vebrose (perhaps --verbose,?)"),
+        ("stray", "Unrecognized options: stray"),
+        ("--env-kwargs [1]", "Error parsing --env-kwargs: expected a JSON object, got [1]"),
+        ("--env-kwargs {", "Error parsing --env-kwargs: Expecting property name"),
+    ],
+)
+def test_bad_flags_are_one_line(words, message):
+    with pytest.raises(UsageError) as e:
+        parse_args(Args, words.split())
+    assert str(e.value).startswith(message) and "\n" not in str(e.value)
+
+
+SPACES = """
+import gymnasium as gym
+from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+
+class Env(gym.Env):
+    def __init__(self, observation_space, action_space):
+        self.observation_space, self.action_space = observation_space, action_space
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+box = Box(-1, 1, (2,))
+gym.register("DictObs-v0", lambda: Env(Dict({"a": box}), box))
+gym.register("MultiDiscrete-v0", lambda: Env(box, MultiDiscrete([2, 2])))
+gym.register("NeedsX-v0", lambda x: Env(box, box))
+"""
+
+BAD_INPUT = [
+    (["--fo", "3"], "Unrecognized options: --fo, 3"),
+    (["--env-id", "Nope-v0"], "cannot make Nope-v0: Environment `Nope` doesn't exist"),
+    (["--env-id", "no_such_module:Env-v0"], "cannot make no_such_module:Env-v0"),
+    (["--env-id", "spaces:DictObs-v0"], "has Dict observations; supported: Box"),
+    (["--env-id", "spaces:MultiDiscrete-v0"], "has MultiDiscrete actions; supported: Box"),
+    (["--env-id", "spaces:NeedsX-v0"], "cannot make spaces:NeedsX-v0"),
+    (["--gamma", "2"], "--gamma must be between 0 and 1, not 2.0"),
+    (["--exp-name", "a/../../b"], "--exp-name must be a plain name"),
+    (["--data-dir", "{tmp}/file"], "cannot write to"),
+    (["--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
+    (["--num-cpu", "3", "--steps-per-epoch", "400"], "400 is not a multiple of the 3 ranks"),
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bad_input(tmp_path, script):
+    """One clear line on stderr, on one rank, exit code 2, no directory made."""
+    (tmp_path / "spaces.py").write_text(SPACES)
+    (tmp_path / "file").write_text("")
+    env = {"PYTHONPATH": str(tmp_path)}
+    base = ["--env-id", "Pendulum-v1", "--data-dir", tmp_path / "data"]
+    cases = BAD_INPUT if script in SCRIPTS[:1] + ON_POLICY[-1:] else BAD_INPUT[3:5] + BAD_INPUT[-1:]
+    if script.endswith("_torch"):
+        cases = [*cases, (["--device", "quantum"], "--device quantum cannot be used")]
+    for flags, message in cases:
+        flags = [flag.format(tmp=tmp_path) for flag in flags]
+        result = run(script, *base, *flags, check=False, cwd=tmp_path, env=env)
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        assert result.returncode == 2, result.stderr
+        assert len(lines) == 1 and message in lines[0], result.stderr
+        assert lines[0].startswith(f"{script}.py: error: ")
+    made = {p.name for p in tmp_path.iterdir()} - {"spaces.py", "file", "__pycache__"}
+    assert not made
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help(script):
+    out = run(script, "--help").stdout
+    for name in ("--env-id", "--seed", "--resume", "--gamma", "--hidden-sizes", f"{script}.py"):
+        assert name in out
+    undocumented = [
+        f
+        for f in dataclasses.fields(load_script(script).Args)
+        if f.name not in out.replace("-", "_")
+    ]
+    assert not undocumented
+
+
+def test_works_from_any_directory(tmp_path):
+    """By path, without PYTHONPATH, in a directory with spaces and other letters than ASCII."""
+    here = tmp_path / "Übung 1"
+    here.mkdir()
+    run("ppo_torch", *QUICK, "--epochs", 1, cwd=here)
+    name = "ppo_torch_CartPole-v1"
+    assert progress(run_dir(here / "data", name)).Epoch.tolist() == [0]
+
+
+def test_an_existing_run_is_not_harmed(tmp_path):
+    flags = [*QUICK, "--epochs", 1, "--data-dir", tmp_path, "--exp-name", "run"]
+    run("ppo_torch", *flags)
+    before = (run_dir(tmp_path, "run") / "progress.txt").read_bytes()
+    result = run("ppo_torch", *flags, check=False)
+    assert result.returncode == 2 and "--resume continues it" in result.stderr
+    result = run("ppo_torch", *flags, "--resume")
+    assert "is finished" in result.stdout
+    assert (run_dir(tmp_path, "run") / "progress.txt").read_bytes() == before
+    run("ppo_torch", *flags, "--overwrite")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_ends_the_run_at_a_clean_cut(tmp_path, signum, ranks):
+    flags = [*QUICK, "--epochs", 500, "--save-freq", 500, "--data-dir", tmp_path, "--exp-name", "r"]
+    process = subprocess.Popen(
+        command("ppo_torch", *flags, ranks=ranks),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    directory = run_dir(tmp_path, "r")
+    wait_for(lambda: len(rows(directory)) > 3)
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode
+    if ranks == 1:
+        assert process.returncode == 128 + signum
+    assert err.count(f"{signum.name}: stopping at the end of this epoch") == 1
+    status = json.loads((directory / "status.json").read_text())
+    assert status["status"] == "interrupted" and status["epoch"] == len(rows(directory)) - 1
+    assert (directory / "checkpoint" / f"epoch_{status['epoch']:06d}").is_dir()
+
+
+def test_a_second_signal_ends_at_once(tmp_path):
+    flags = ["--env-id", "CartPole-v1", "--steps-per-epoch", 10**8, "--data-dir", tmp_path]
+    process = subprocess.Popen(command("ppo_torch", *flags), stderr=subprocess.PIPE, text=True)
+    directory = run_dir(tmp_path, "ppo_torch_CartPole-v1")
+    wait_for((directory / "status.json").exists)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert json.loads((directory / "status.json").read_text())["status"] == "interrupted"
+
+
+def test_a_failure_is_written_down(tmp_path):
+    """An environment that raises: the traceback, exit code 1, status failed, on one or two ranks."""
+    (tmp_path / "broken.py").write_text(
+        SPACES
+        + """
+class Broken(Env):
+    def step(self, action):
+        raise RuntimeError("the robot fell apart")
+gym.register("Broken-v0", lambda: Broken(box, box))
+"""
+    )
+    for ranks in (1, 2):
+        flags = ["--env-id", "broken:Broken-v0", "--data-dir", tmp_path, "--exp-name", f"r{ranks}"]
+        env = {"PYTHONPATH": str(tmp_path)}
+        result = run("ppo_torch", *flags, ranks=ranks, env=env, check=False, timeout=60)
+        assert result.returncode and "RuntimeError: the robot fell apart" in result.stderr
+        status = json.loads((run_dir(tmp_path, f"r{ranks}") / "status.json").read_text())
+        assert status["status"] == "failed" and "the robot fell apart" in status["error"]
+
+
+def test_num_cpu_relaunches_under_mpirun(tmp_path):
+    run("ppo_torch", *QUICK, "--epochs", 1, "--num-cpu", 2, "--data-dir", tmp_path)
+    config = run_dir(tmp_path, "ppo_torch_CartPole-v1") / "config.json"
+    assert json.loads(config.read_text())["ranks"] == 2
+
+
+def rows(directory):
+    """Complete lines of progress.txt so far, the header included."""
+    path = Path(directory, "progress.txt")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def test_python_needs_nothing_but_the_path():
+    """No PYTHONPATH, and the interpreter's own flags survive."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    words = [sys.executable, "-X", "utf8", str(ROOT / "algos" / "ppo_torch.py"), "--gamma", "7"]
+    result = subprocess.run(words, capture_output=True, text=True, env=env, cwd="/")
+    assert result.returncode == 2 and "--gamma" in result.stderr
