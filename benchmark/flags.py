@@ -63,7 +63,13 @@ class Field:
             hint = ""
             if "tuple" in self.kinds and isinstance(value, int | float):
                 hint = f"; the values of a grid are lists themselves: [[{value}, ...]]"
-            raise UsageError(f"expected {self.expected()}, got {json.dumps(value)}{hint}")
+            shown = json.dumps(value, default=str)
+            raise UsageError(f"expected {self.expected()}, got {shown}{hint}")
+        if isinstance(value, dict):
+            try:
+                json.dumps(value, allow_nan=False)
+            except (ValueError, TypeError) as e:
+                raise UsageError(f"cannot be written as JSON: {e}") from e
         for x in value if isinstance(value, list | tuple) else [value]:
             if isinstance(x, int | float) and not isinstance(x, bool):
                 above = x > self.low if self.open_low else x >= self.low
@@ -175,7 +181,7 @@ def _read_type(node, tree, path):
         return _union([_read_type(part, tree, path) for part in (node.left, node.right)])
     if not isinstance(node, ast.Subscript):
         return {}
-    outer = node.value.attr if isinstance(node.value, ast.Attribute) else node.value.id
+    outer = getattr(node.value, "id", getattr(node.value, "attr", None))
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
     if outer == "Literal":
         return {"kinds": frozenset(), "choices": tuple(ast.literal_eval(part) for part in parts)}

@@ -176,20 +176,17 @@ class ExperimentGrid:
         """
         seeds = len(self.vals[self.keys.index("seed")]) if "seed" in self.keys else 1
         total, seedless = counts or (len(self), len(self) // seeds)
-        rule = "=" * 80
-        print(rule)
-        print(f"ExperimentGrid [{self.name}] runs over parameters:\n")
+        text = ["=" * 80, f"ExperimentGrid [{self.name}] runs over parameters:", ""]
         rows = list(zip(self.keys, self.vals, self.shs, strict=True))
         for key, vals, sh in [("script", scripts, "")] * bool(scripts) + rows:
             values = [str(v) for v in vals]
             lines = ["  ".join(values)] if len("  ".join(values)) <= 50 else values
             for i, line in enumerate(lines):
                 head = f" {key:<20} [{sh}]" if i == 0 else ""
-                print(f"{head:<30}{line}")
-        print()
-        print(f" Variants, counting seeds:       {total:>8}")
-        print(f" Variants, not counting seeds:   {seedless:>8}")
-        print(rule, flush=True)
+                text.append(f"{head:<30}{line}")
+        text += ["", f" Variants, counting seeds:       {total:>8}"]
+        text += [f" Variants, not counting seeds:   {seedless:>8}", "=" * 80]
+        launch.say("\n".join(text))
 
     def run(self, script, num_cpu=1, data_dir="data", workers=1, retry_failed=False):
         """Run all variants of a script, or of each of a list of scripts.
@@ -335,8 +332,8 @@ def _check_params(grid, path, fields):
             arg = find_field(path, fields, name)
             if inner and not {"dict", "any"} & arg.kinds:
                 raise UsageError(f"--{name.replace('_', '-')} is not a table")
-            for value in [] if inner else vals:
-                arg.check(value)
+            for value in vals:
+                arg.check({":".join(inner): value} if inner else value)
         except UsageError as e:
             raise UsageError(f"params.{key}: {e}") from e
 
@@ -363,7 +360,8 @@ def _ranks(sweep, run):
 def read_sweep(path):
     """A sweep from a TOML file. UsageError if its keys are not those of a sweep."""
     try:
-        with open(path, "rb") as f:
+        found = Path(path) if Path(path).exists() else ROOT / path
+        with open(found if found.exists() else path, "rb") as f:
             data = tomllib.load(f)
     except (OSError, ValueError, RecursionError) as e:
         raise UsageError(f"{path}: {e.strerror if isinstance(e, OSError) else e}") from e
@@ -428,28 +426,29 @@ def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
         old = run.directory
         changed = launch.place(run)
         if changed and not dry_run:
-            print(f"{old} holds another run ({changed}); this one goes to {run.directory}")
+            launch.say(f"{old} holds another run ({changed}); this one goes to {run.directory}")
     if use_slurm:
-        print(slurm.submit(runs, name, sweep.slurm, sweep.data_dir, retry_failed, dry_run))
+        launch.say(slurm.submit(runs, name, sweep.slurm, sweep.data_dir, retry_failed, dry_run))
         return 0
     if dry_run:
         for run in runs:
             word, detail = launch.status(run)
             skipped = word in ("finished", "in use") or (word == "failed" and not retry_failed)
-            print(f"# {run.directory}: {word}{' (' + detail + ')' if detail else ''}")
-            print(f"{'# ' if skipped else ''}{shlex.join(launch.command(run))}")
+            launch.say(f"# {run.directory}: {word}{' (' + detail + ')' if detail else ''}")
+            launch.say(f"{'# ' if skipped else ''}{shlex.join(launch.command(run))}")
         return 0
 
     began = time.monotonic()
     results, signum = launch.run_all(runs, sweep.workers, retry_failed, name)
-    print(f"\n{launch.summary(results, name, time.monotonic() - began, signum)}")
+    launch.say(f"\n{launch.summary(results, name, time.monotonic() - began, signum)}")
     if all(result.outcome in ("finished", "finished before") for result in results):
-        here = Path(sys.argv[0]).parent
-        logs = Path(sweep.data_dir, name)  # the experiments' names begin with it
-        print(f"\nPlot it:  python {here / 'plot.py'} {logs}")
-        print(f"Watch it: python {here / 'test_policy.py'} {runs[0].directory}", flush=True)
+        here = os.path.relpath(Path(__file__).parent)
+        names = {run.exp_name for run in runs}
+        logs = Path(sweep.data_dir, name if names == {name} else f"{name}_")
+        plot, test = (shlex.join(["python", f"{here}/{p}.py"]) for p in ("plot", "test_policy"))
+        launch.say(f"\nPlot it:  {plot} {shlex.quote(str(logs))}")
+        launch.say(f"Watch it: {test} {shlex.quote(str(runs[0].directory))}")
         return 0
-    sys.stdout.flush()
     return 128 + signum if signum else 1
 
 
@@ -581,6 +580,8 @@ def main(argv=None):
     except UsageError as e:
         print(f"grid.py: error: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # before any run was started
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -291,8 +291,12 @@ def run_all(runs, workers=1, retry_failed=False, name="", quiet=False):
     be resumed either way. Returns (a Result for each run, in order; the signal or None).
     """
     results, todo = {}, []
+    patience = time.monotonic() + 3  # the ranks of a sweep that was just killed are still dying
     for i, run in enumerate(runs):
         word, detail = status(run)
+        while word == "in use" and time.monotonic() < patience:
+            time.sleep(POLL)
+            word, detail = status(run)
         if word == "failed" and not retry_failed:
             results[i] = Result(run, "failed before", detail)
         elif word == "finished":
@@ -449,6 +453,14 @@ def return_text(ret):
     return "" if ret is None else f"{ret:.1f}"
 
 
+def say(text):
+    """Print, also where nobody reads any more (`| head -1`): the runs go on."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class Plain:
     """The overview where there is no terminal: a line when a run starts and when it ends."""
 
@@ -458,10 +470,10 @@ class Plain:
     def open(self, results, todo):
         before = len(results)
         skipped = f", {before} not to be run" if before else ""
-        print(f"{self.name}: {len(todo)} of {self.total} runs to do{skipped}", flush=True)
+        say(f"{self.name}: {len(todo)} of {self.total} runs to do{skipped}")
 
     def started(self, active):
-        print(f"started   {active.run.directory}", flush=True)
+        say(f"started   {active.run.directory}")
 
     def ended(self, result, active, done):
         text = f"{result.outcome:<9} {result.run.directory}"
@@ -469,12 +481,12 @@ class Plain:
             text += f"  epoch {progress_text(active)}  {clock(time.monotonic() - active.started)}"
             text += f"  return {return_text(active.ret)}" if active.ret is not None else ""
         text += f"  {result.detail}" if result.detail else ""
-        print(f"{text}  [{done}/{self.total}]", flush=True)
+        say(f"{text}  [{done}/{self.total}]")
 
     def stopping(self, signum, at_once):
         name = signal.Signals(signum).name
         how = "killing all runs" if at_once else "runs stop at the end of their epochs"
-        print(f"{name}: {how}", flush=True)
+        say(f"{name}: {how}")
 
     def refresh(self, active, results, todo):
         pass

@@ -38,11 +38,11 @@ JOB = """\
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@{signal}
-#SBATCH --output={output}
+#SBATCH --output="{directory}/task_%a.out"
 {directives}
 cd {cwd} || exit 1
 {setup}
-bash {directory}/run_"$SLURM_ARRAY_TASK_ID".sh &
+bash "{directory}/run_$SLURM_ARRAY_TASK_ID.sh" &
 run=$!
 
 # The signal reaches this shell alone; the run's ranks are told by mpirun, or Slurm for srun's.
@@ -106,11 +106,10 @@ def job_files(runs, name, table, directory):
             ranks=ranks,
             cpus=table["cpus_per_rank"],
             signal=table["signal"],
-            output=f"{directory}/task_%a.out",
             directives="\n".join(directives),
             cwd=shlex.quote(os.getcwd()),
             setup="\n".join(table.get("setup", [])),
-            directory=shlex.quote(str(directory)),
+            directory=directory,
             # Slurm takes a SIGTERM as an order to kill srun's step; SIGUSR1 just reaches the ranks.
             stop='scancel --signal=USR1 "$SLURM_JOB_ID"' if srun else 'kill -TERM "$run"',
         )
@@ -141,8 +140,8 @@ def submit(runs, name, table, data_dir, retry_failed=False, dry_run=False):
     if not todo:
         return f"{name}: nothing to submit, no run is left to do"
     directory = Path(data_dir, f"slurm_{name}", time.strftime("%Y-%m-%d_%H-%M-%S")).absolute()
-    if "%" in str(directory) or "\n" in str(directory):
-        raise UsageError(f"Slurm cannot write to a path with a % or a line break: {directory}")
+    if set(str(directory)) & set('%"$`\\\n'):
+        raise UsageError(f"this path would confuse Slurm or its shell: {directory}")
     files = job_files(todo, name, table, directory)
     if dry_run:
         return "\n".join(f"# {directory / file}\n{text}" for file, text in files.items())

@@ -208,6 +208,10 @@ BAD = {
     "[params]\ngama = 0.9": "params.gama",
     "[params]\ngamma = 2": "params.gamma",
     "[params]\ngamma = nan": "params.gamma",
+    "[params]\ngamma = 1979-05-27": "params.gamma",
+    "[params]\nenv_kwargs = {a = nan}": "params.env_kwargs",
+    "[params]\nenv_kwargs = {a = 07:32:00}": "params.env_kwargs",
+    '[params]\n"env_kwargs:a" = inf': "env_kwargs",
     "[params]\ngamma = []": "params.gamma",
     '[params]\ngamma = ["high"]': "params.gamma",
     "[params]\nepochs = 2.5": "params.epochs",
@@ -479,13 +483,30 @@ def test_as_many_runs_at_a_time_as_there_are_workers(tmp_path):
 
 
 def test_two_sweeps_at_once_do_not_share_a_run(tmp_path):
-    sweep = write_sweep(tmp_path / "a.toml", "epoch_seconds = 0.5")
+    sweep = write_sweep(tmp_path / "a.toml", "epoch_seconds = 2.0")
     first = start_grid(tmp_path, sweep)
     wait_until(lambda: (tmp_path / "data/sweep/sweep_s0/config.json").exists())
     second = run_grid(tmp_path, sweep)
     assert second.returncode == 1 and "1 in use" in second.stdout
     assert first.wait(30) == 0
     assert len(progress(tmp_path / "data/sweep/sweep_s0")) == 4
+
+
+def test_spaces_other_letters_and_a_closed_pipe(tmp_path):
+    directory = tmp_path / "my données"
+    directory.mkdir()
+    write_sweep(directory / "a b.toml", "seed = [0, 1]")
+    words = [sys.executable, str(GRID), "a b.toml"]
+    done = subprocess.run(
+        f"set -o pipefail; {shlex.join(words)} | head -1",
+        shell=True,
+        executable="/bin/bash",
+        cwd=directory,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert [status(directory / f"data/sweep/sweep_s{seed}") for seed in (0, 1)] == ["finished"] * 2
 
 
 def test_dry_run_prints_commands_and_makes_nothing(tmp_path):
@@ -646,8 +667,37 @@ def test_the_overview_in_a_terminal(tmp_path):
     os.close(main)
     assert process.wait(30) == 1
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
-    assert re.search(r"fai-1_s0 +running +1/3 +1\.0 +0:00 +0:0\d", text)
+    assert re.search(r"fai-1_s0 +running +[0-3]/3 ", text)
     assert re.search(r"fai-1_s1 +finished +3/3 +103\.0", text)
     assert re.search(r"fai1_s0 +failed +1/3", text)
     assert "... 2 more to come" in text and "4 of 4 runs" in text
     assert "4 runs, 2 finished, 2 failed" in text
+
+
+# ------------------------------------------------------------------------------------- real script
+
+
+def test_a_killed_sweep_of_a_real_script_ends_with_the_numbers_of_one_left_alone(tmp_path):
+    """PPO on CartPole, 2 seeds: kill -9 to grid.py in the middle, then the same command again."""
+    for name in ("alone", "killed"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.toml").write_text(
+            f'name = "ppo"\nscript = "algos/ppo_torch.py"\ndata_dir = "{tmp_path / name}/data"\n'
+            'workers = 2\n[params]\nenv_id = "CartPole-v1"\nseed = [0, 1]\nepochs = 12\n'
+            "steps_per_epoch = 1000\nsave_freq = 3\n"
+        )
+    done = run_grid(tmp_path / "alone", "a.toml")
+    assert done.returncode == 0, done.stdout
+    process = start_grid(tmp_path / "killed", "a.toml")
+    run = tmp_path / "killed/data/ppo/ppo_s0"
+    wait_until(lambda: (run / "progress.txt").exists() and len(progress(run)) > 5)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not processes_of(tmp_path / "killed"), seconds=10)
+    assert status(run) == "running"
+    done = run_grid(tmp_path / "killed", "a.toml")
+    assert done.returncode == 0 and "2 finished, in" in done.stdout, done.stdout
+    assert "Resuming after epoch" in (run / "launch.log").read_text()
+    for seed in (0, 1):
+        rows = [progress(tmp_path / name / f"data/ppo/ppo_s{seed}") for name in ("alone", "killed")]
+        assert len(rows[0]) == 13 and rows[0] == rows[1]
