@@ -6,7 +6,8 @@
 A logdir is a directory that holds runs, at any depth, or the beginning of such names: `data/ppo`
 stands for every directory in data/ whose name starts with "ppo", unless one is called just that;
 `data/ppo/` is that one directory and no other. Runs with the same `exp_name` (in config.json) are
-seeds of one experiment. Each environment gets a panel of its own.
+seeds of one experiment. Each environment gets a panel of its own. A line is thin, and without a
+band, where only some of its seeds have come so far.
 
 Options are those of Spinning Up's plotter. `get_datasets`, `get_all_datasets` and `make_plots` are
 the same from Python.
@@ -431,7 +432,9 @@ def draw_figure(panels, xaxis, reference=False, font_scale=1.0):
 
     labels = list(dict.fromkeys(curve["label"] for _, curves in panels for curve in curves))
     palette = COLORS
-    if len(labels) > len(COLORS):
+    if len(labels) > len(COLORS):  # pairs of dark and light: ppo_tf1, ppo_torch, sac_tf1, ...
+        palette = matplotlib.colormaps["tab20"].colors
+    if len(labels) > len(palette):
         palette = [matplotlib.colormaps["turbo"](v) for v in np.linspace(0.03, 0.97, len(labels))]
     colors = dict(zip(labels, palette, strict=False))
 
@@ -453,7 +456,8 @@ def draw_figure(panels, xaxis, reference=False, font_scale=1.0):
         left = 0 if start >= 0 else start
         if end > left:
             ax.set_xlim(left, end)
-        ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        for axis in (ax.xaxis, ax.yaxis):
+            axis.set_major_locator(matplotlib.ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         ax.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(step_label))
         if any(abs(t) >= 10_000 for t in ax.get_ylim()):
             ax.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(step_label))
@@ -477,13 +481,16 @@ def draw_figure(panels, xaxis, reference=False, font_scale=1.0):
         ax = axes.flat[0]
         ax.legend([handles[n] for n in names], names, loc="best", fontsize=8 * font_scale)
     else:
-        wide = max(1, int(figure.get_figwidth() / font_scale * 12) // (max(map(len, names)) + 8))
+        width, height = figure.get_size_inches()
+        wide = max(1, int(width / font_scale / (0.07 * max(map(len, names)) + 0.6)))
         spare = axes.flat[len(panels) :]
         if len(spare) and len(names) <= 9 and max(map(len, names)) <= 34:
             spare[0].legend([handles[n] for n in names], names, loc="center left")
         else:
+            # The figure grows by the legend's rows, so that the panels keep their size.
+            figure.set_size_inches(width, height + 0.2 * font_scale * -(-len(names) // wide))
             figure.legend(
-                [handles[n] for n in names], names, loc="outside lower center", ncols=wide
+                [handles[n] for n in names], names, loc="outside upper center", ncols=wide
             )
     if published:
         width = int(figure.get_figwidth() / font_scale * 18)
