@@ -284,12 +284,8 @@ class Result:
     detail: str = ""
 
 
-def run_all(runs, workers=1, retry_failed=False, name="", quiet=False):
-    """Run those of `runs` that are not finished, `workers` at a time.
-
-    SIGINT and SIGTERM stop all of them at the end of their epochs, a second one at once; they can
-    be resumed either way. Returns (a Result for each run, in order; the signal or None).
-    """
+def sort_out(runs, retry_failed):
+    """Which runs are left to do: (their indices, {index: Result} of the others)."""
     results, todo = {}, []
     patience = time.monotonic() + 3  # the ranks of a sweep that was just killed are still dying
     for i, run in enumerate(runs):
@@ -305,13 +301,20 @@ def run_all(runs, workers=1, retry_failed=False, name="", quiet=False):
             results[i] = Result(run, "in use", "another process is at work on it")
         else:
             todo.append(i)
+    return todo, results
 
+
+def run_all(runs, workers=1, retry_failed=False, name=""):
+    """Run those of `runs` that are not finished, `workers` at a time.
+
+    SIGINT and SIGTERM stop all of them at the end of their epochs, a second one at once; they can
+    be resumed either way. Returns (a Result for each run, in order; the signal or None).
+    """
+    todo, results = sort_out(runs, retry_failed)
     workers = max(1, min(workers, len(todo)))
     shares, free, active = core_shares(workers), list(range(workers)), {}
-    overview = Plain(name, len(runs)) if quiet or not sys.stdout.isatty() else Live(name, len(runs))
-    stops = []  # signals received
-    handled = 0
-    kill_time = None
+    overview = (Live if sys.stdout.isatty() else Plain)(name, len(runs))
+    stops, handled, kill_time = [], 0, None  # signals received, acted upon, and the last resort
 
     def on_signal(signum, frame):
         stops.append(signum)
@@ -337,6 +340,7 @@ def run_all(runs, workers=1, retry_failed=False, name="", quiet=False):
                 active[i] = Active(runs[i], process, worker, time.monotonic(), first, first, ret)
                 overview.started(active[i])
 
+            # The first signal is handed on to the runs; so is a second, and then they are killed.
             if len(stops) > handled:
                 handled = len(stops)
                 for a in active.values():

@@ -137,6 +137,8 @@ def submit(runs, name, table, data_dir, retry_failed=False, dry_run=False):
         word, _ = launch.status(run)
         if word in ("new", "interrupted") or (word == "failed" and retry_failed):
             todo.append(run)
+    if len({run.num_cpu for run in todo}) > 1:
+        raise UsageError("the runs of a job array need the same number of ranks: set num_cpu")
     if not todo:
         return f"{name}: nothing to submit, no run is left to do"
     directory = Path(data_dir, f"slurm_{name}", time.strftime("%Y-%m-%d_%H-%M-%S")).absolute()

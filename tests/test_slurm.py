@@ -12,6 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmark import grid
+from common import UsageError
+
 FAKE = ROOT / "tests" / "fake_script.py"
 GRID = ROOT / "benchmark" / "grid.py"
 
@@ -100,6 +104,15 @@ def test_srun_instead_of_mpirun(tmp_path):
     write_sweep(tmp_path, "", 'launcher = "srun"')
     text = submit(tmp_path, "--dry-run").stdout
     assert "exec srun --mpi=pmi2 --ntasks=2 " in text and "mpirun -np" not in text
+
+
+def test_runs_of_an_array_have_the_same_number_of_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    g = grid.ExperimentGrid("x")
+    g.add("steps_per_epoch", [12, 7])  # 4 ranks and 1
+    with pytest.raises(UsageError, match="num_cpu"):
+        grid.run_sweep(grid.Sweep(g, str(FAKE), num_cpu="auto"), dry_run=True, use_slurm=True)
 
 
 def test_without_slurm(tmp_path):
