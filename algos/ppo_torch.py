@@ -25,7 +25,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait must not take others' cores
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # threads wait 0.1 ms, not 10, before they sleep
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that any directory will do
 
 import numpy as np
