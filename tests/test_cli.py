@@ -122,12 +122,8 @@ def test_help(script):
     out = run(script, "--help").stdout
     for name in ("--env-id", "--seed", "--resume", "--gamma", "--hidden-sizes", f"{script}.py"):
         assert name in out
-    undocumented = [
-        f
-        for f in dataclasses.fields(load_script(script).Args)
-        if f.name not in out.replace("-", "_")
-    ]
-    assert not undocumented
+    names = [field.name for field in dataclasses.fields(load_script(script).Args)]
+    assert all(f"--{name.replace('_', '-')}" in out for name in names)
 
 
 def test_works_from_any_directory(tmp_path):
@@ -190,7 +186,7 @@ def test_a_second_signal_ends_at_once(tmp_path):
 
 
 def test_a_failure_is_written_down(tmp_path):
-    """An environment that raises: the traceback, exit code 1, status failed, on one or two ranks."""
+    """An environment that raises: traceback, exit code 1, status failed, on one or two ranks."""
     (tmp_path / "broken.py").write_text(
         SPACES
         + """

@@ -27,7 +27,7 @@ def test_learns_cartpole(tmp_path):
 
 
 def test_loss_pi_by_hand():
-    """Four cases: inside the clip, above with A > 0 (clipped), above with A < 0, below with A > 0."""
+    """Inside the clip, above it with A > 0 (which clips) and A < 0, and below it with A > 0."""
     ratio = torch.tensor([1.1, 1.5, 1.5, 0.5])
     adv = torch.tensor([2.0, 2.0, -1.0, 3.0])
     logp_old = torch.tensor([-0.3, -1.0, 0.2, 0.0])
