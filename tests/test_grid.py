@@ -5,6 +5,7 @@ The runs are those of tests/fake_script.py, which takes milliseconds; one test i
 
 import json
 import os
+import pickle
 import pty
 import re
 import shlex
@@ -145,20 +146,32 @@ def test_a_key_cannot_reach_into_another(key):
 # ------------------------------------------------------------------------------------------- flags
 
 
-@pytest.mark.parametrize("script", sorted((ROOT / "algos").glob("*.py")), ids=lambda p: p.name)
-def test_flags_read_from_the_source_are_those_of_the_script(script):
-    """Name, default and type of every flag, against the dataclass itself."""
+SCRIPTS = sorted((ROOT / "algos").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def true_defaults():
+    """{script name: {flag: default}}, by importing all scripts, in one process of its own."""
     code = """
-import dataclasses, importlib.util, json, sys
-spec = importlib.util.spec_from_file_location("script", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-sys.modules["script"] = module
-spec.loader.exec_module(module)
-print(json.dumps({f.name: getattr(module.Args(), f.name) for f in dataclasses.fields(module.Args)}))
+import dataclasses, importlib.util, json, pathlib, sys
+truth = {}
+for path in map(pathlib.Path, sys.argv[1:]):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    truth[path.name] = dataclasses.asdict(module.Args())
+print(json.dumps(truth))
 """
-    done = subprocess.run([sys.executable, "-c", code, script], capture_output=True, text=True)
+    words = [sys.executable, "-c", code, *SCRIPTS]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    truth = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
+def test_flags_read_from_the_source_are_those_of_the_script(script, true_defaults):
+    """Name, default and type of every flag, against the dataclass itself."""
+    truth = true_defaults[script.name]
     fields = flags.read_fields(script)
     assert {name: json.loads(json.dumps(f.default)) for name, f in fields.items()} == truth
     for name, f in fields.items():
@@ -187,6 +200,30 @@ def test_values_from_a_command_line():
     for name, word in (("epochs", "1.5"), ("epochs", "many"), ("env_kwargs", "[1]")):
         with pytest.raises(UsageError):
             fields[name].parse(word)
+
+
+# ------------------------------------------------------------------------------------ our sweeps
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.toml")), ids=lambda p: p.stem)
+def test_the_sweeps_fit_their_scripts(path):
+    missing = [s for s in re.findall(r"algos/\w+\.py", path.read_text()) if not (ROOT / s).exists()]
+    if missing:
+        pytest.skip(f"waits for {missing[0]}")
+    runs = grid.plan(grid.read_sweep(path))
+    scripts = {Path(run.script).stem for run in runs}
+    if path.stem == "smoke":
+        assert scripts == {script.stem for script in SCRIPTS} and len(runs) == 12
+    if path.stem.startswith("spinning_up"):  # the published settings, of 3 million steps
+        assert len(runs) == 300 and len(scripts) == 6
+        sizes = [64, 32] if "on_policy" in path.stem else [256, 256]
+        for run in runs:
+            settings = run.settings()
+            assert settings["steps_per_epoch"] * run.epochs == 3_000_000
+            assert settings["hidden_sizes"] == sizes
+            assert settings["activation"] == ("tanh" if sizes == [64, 32] else "relu")
+        assert len({run.params["env_id"] for run in runs}) == 5
+        assert {run.seed for run in runs} == set(range(10))
 
 
 # ------------------------------------------------------------------------------------------ checks
@@ -296,6 +333,28 @@ def test_unwritable_data_dir(tmp_path):
     done = run_grid(tmp_path, FAKE, "--data-dir", "file/data")
     assert done.returncode == 2
     assert done.stderr.startswith("grid.py: error: cannot write to file/data")
+
+
+class Planted:
+    """Unpickling it creates a file."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path(os.environ["PLANTED"]),))
+
+
+def test_planted_pickles_are_not_executed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANTED", str(tmp_path / "executed"))
+    planted = pickle.dumps(Planted())
+    (tmp_path / "bad.toml").write_bytes(planted)
+    done = run_grid(tmp_path, "bad.toml")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    sweep = write_sweep(tmp_path / "a.toml")
+    for name in ("config.json", "status.json", "progress.txt"):
+        assert run_grid(tmp_path, sweep).returncode in (0, 1)
+        (tmp_path / "data/sweep/sweep_s0" / name).write_bytes(planted)
+        done = run_grid(tmp_path, sweep, "--retry-failed")
+        assert "Traceback" not in done.stderr, done.stderr
+    assert not (tmp_path / "executed").exists()
 
 
 TOML_VALUES = st.recursive(
