@@ -484,7 +484,7 @@ def draw_figure(panels, xaxis, reference=False, font_scale=1.0):
         width, height = figure.get_size_inches()
         wide = max(1, int(width / font_scale / (0.07 * max(map(len, names)) + 0.6)))
         spare = axes.flat[len(panels) :]
-        if len(spare) and len(names) <= 9 and max(map(len, names)) <= 34:
+        if len(spare) and len(names) <= 12 and max(map(len, names)) <= 34:
             spare[0].legend([handles[n] for n in names], names, loc="center left")
         else:
             # The figure grows by the legend's rows, so that the panels keep their size.
