@@ -31,8 +31,8 @@ A sweep file:
 
 Run again, it skips what is finished and resumes what was interrupted; failed runs are tried again
 with --retry-failed. A run whose arguments were changed since is a new run, in a directory of its
-own; a changed number of epochs makes it longer. Ctrl-C stops all runs at the end of their epochs, a
-second one at once.
+own; more epochs make a run longer, if it still has its checkpoints. Ctrl-C stops all runs at the
+end of their epochs, a second one at once.
 
 From Python, `ExperimentGrid` and `call_experiment` are Spinning Up's.
 """
@@ -182,7 +182,7 @@ class ExperimentGrid:
             values = [str(v) for v in vals]
             lines = ["  ".join(values)] if len("  ".join(values)) <= 50 else values
             for i, line in enumerate(lines):
-                head = f" {key:<20} [{sh}]" if i == 0 else ""
+                head = f" {key:<20} {f'[{sh}]' if sh else ''}" if i == 0 else ""
                 text.append(f"{head:<30}{line}")
         text += ["", f" Variants, counting seeds:       {total:>8}"]
         text += [f" Variants, not counting seeds:   {seedless:>8}", "=" * 80]

@@ -104,16 +104,21 @@ def read_json(path):
 
 
 def place(run):
-    """Give the run another directory if its own holds a run with other arguments.
+    """Give the run another directory if its own holds a run that it cannot continue.
 
-    That run stays as it is. The other directory's name ends in a digest of the arguments, so the
-    next sweep finds it again. Returns what differs, as text, or "".
+    That is one with other arguments, or one that is finished, shorter, and without its checkpoints
+    (the off-policy scripts delete theirs in the end). It stays as it is. The other directory's name
+    ends in a digest of the arguments, so the next sweep finds it again. Returns what differs, as
+    text, or "".
     """
     try:
         config = read_json(run.directory / "config.json")
     except ValueError:
         return ""  # damaged: `status` says so
     settings = run.settings()
+    checkpoints = any((run.directory / "checkpoint").glob("epoch_*"))
+    if config is not None and status(run)[0] == "too short" and not checkpoints:
+        settings["epochs"] = run.epochs
     if config is None or all(config.get(k) == v for k, v in settings.items()):
         return ""
     changed = [k for k, v in settings.items() if config.get(k) != v]
@@ -129,8 +134,8 @@ def place(run):
 def status(run):
     """Where a run stands, by its directory: (word, detail).
 
-    new: nothing there. finished. interrupted: stopped, killed, or shorter than now asked for.
-    failed: detail is the error. in use: a process is at work on it.
+    new: nothing there. finished. too short: finished, with fewer epochs than now asked for.
+    interrupted: stopped or killed. failed: detail is the error. in use: a process is at work on it.
     """
     if not any((run.directory / name).exists() for name in RUN_FILES):
         return "new", ""
@@ -151,7 +156,7 @@ def status(run):
         return "interrupted", ""
     done = state.get("epoch")
     if isinstance(done, int) and isinstance(run.epochs, int) and done < run.epochs:
-        return "interrupted", f"has {done} of now {run.epochs} epochs"
+        return "too short", f"has {done} of now {run.epochs} epochs"
     return "finished", ""
 
 

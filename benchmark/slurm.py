@@ -135,7 +135,7 @@ def submit(runs, name, table, data_dir, retry_failed=False, dry_run=False):
     todo = []
     for run in runs:
         word, _ = launch.status(run)
-        if word in ("new", "interrupted") or (word == "failed" and retry_failed):
+        if word in ("new", "interrupted", "too short") or (word == "failed" and retry_failed):
             todo.append(run)
     if len({run.num_cpu for run in todo}) > 1:
         raise UsageError("the runs of a job array need the same number of ranks: set num_cpu")

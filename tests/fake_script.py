@@ -9,6 +9,7 @@ import argparse
 import fcntl
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -37,6 +38,7 @@ class Args:
     activation: Literal["tanh", "relu"] = "tanh"  # activation
     alpha: NonNegFloat | Literal["auto"] = 0.2  # temperature
     epoch_seconds: NonNegFloat = 0.0  # how long an epoch takes
+    forget: bool = False  # delete the checkpoints of a finished run
     fail_at: int = -1  # raise in this epoch, unless there is a file called "fixed" in data_dir
     refuse: bool = False  # bad input: exit code 2 before anything is made
 
@@ -104,6 +106,7 @@ def main():
         progress.write_text("Epoch\tAverageEpRet\tTotalEnvInteracts\tTime\n")
     epoch = len(progress.read_text().splitlines()) - 1
     write("config.json", config)
+    (run / "checkpoint" / "epoch_000000").mkdir(parents=True, exist_ok=True)
     status("running")
     print(f"epoch {epoch} with {os.environ.get('PYTHONUNBUFFERED')}", flush=True)
     while epoch < args.epochs and not stop:
@@ -117,6 +120,8 @@ def main():
         with open(progress, "a") as f:
             steps = epoch * args.steps_per_epoch
             f.write(f"{epoch - 1}\t{100 * args.seed + epoch}\t{steps}\t{time.time()}\n")
+    if args.forget and epoch >= args.epochs:
+        shutil.rmtree(run / "checkpoint")
     status("finished" if epoch >= args.epochs else "interrupted")
     if epoch < args.epochs:
         sys.exit(143)

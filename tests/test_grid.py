@@ -440,6 +440,17 @@ def test_more_epochs_make_a_run_longer_and_fewer_leave_it(tmp_path):
     assert progress(tmp_path / "data/sweep/sweep_s0", without_time=False) == longer
 
 
+def test_a_finished_run_without_checkpoints_is_not_made_longer_but_run_anew(tmp_path):
+    sweep = tmp_path / "a.toml"
+    assert run_grid(tmp_path, write_sweep(sweep, "epochs = 3\nforget = true")).returncode == 0
+    first = progress(tmp_path / "data/sweep/sweep_s0", without_time=False)
+    done = run_grid(tmp_path, write_sweep(sweep, "epochs = 5\nforget = true"))
+    assert done.returncode == 0 and "epochs was 3, is 5" in done.stdout
+    assert progress(tmp_path / "data/sweep/sweep_s0", without_time=False) == first
+    assert len(progress(next(tmp_path.glob("data/sweep_*/*")))) == 6
+    assert "1 finished before" in run_grid(tmp_path, sweep).stdout
+
+
 def test_a_changed_argument_is_a_new_run_beside_the_old(tmp_path):
     sweep = tmp_path / "a.toml"
     assert run_grid(tmp_path, write_sweep(sweep, "gamma = 0.9\nseed = [0, 1]")).returncode == 0
