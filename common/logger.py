@@ -4,6 +4,7 @@
 readers' own tools read ours. All methods are called by all ranks together; rank 0 writes.
 """
 
+import contextlib
 import fcntl
 import importlib.metadata
 import os
@@ -94,7 +95,9 @@ def start_run(args, script):
 def mark(status, error=None):
     """Write down how the open run ended, from any rank; nothing happens if none is open."""
     if _open_logger is not None:
-        _open_logger.write_status(status, error)
+        # The disk may be what failed: then the way out must not fail too.
+        with contextlib.suppress(OSError):
+            _open_logger.write_status(status, error)
 
 
 class Logger:
@@ -239,7 +242,11 @@ class Logger:
         """Print a line, on rank 0."""
         if proc_id() == 0:
             tty = sys.stdout.isatty()
-            tqdm.write(colorize(message, color) if color and tty else message, file=sys.stdout)
+            try:
+                tqdm.write(colorize(message, color) if color and tty else message, file=sys.stdout)
+                sys.stdout.flush()
+            except BrokenPipeError:  # whoever read the output has left; the run goes on unseen
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def progress(self, steps, epoch):
         """Iterate over `range(steps)`, with a bar on rank 0 where there is a terminal."""
