@@ -10,6 +10,7 @@ import difflib
 import io
 import re
 import tokenize
+from functools import cache
 from itertools import combinations
 
 import pytest
@@ -21,40 +22,62 @@ SECTIONS = ["Arguments", "Networks", "Buffer", "Losses", "Training", "Command li
 SECTIONS_OF_ITS_OWN = {"trpo": "Natural gradient"}
 
 # The intended exceptions. A function, a class, a field of Args or a part of `train` is the same to
-# the letter, comments included, in all scripts that have it, unless it is named here with what it
-# depends on: "algo", "framework" or "family" (on-policy or off-policy).
+# the letter, comments included, in all scripts that have it, unless it is named here: with what it
+# depends on within its family, "framework", "algo" or both; or as one that each family has of its
+# own.
+LOOKED_INTO = {"Args", "train"}  # field by field, part by part
 DEPENDS_ON = {
-    # functions and classes
-    "Args": "every field is looked at by itself",
-    "train": "every part is looked at by itself",
-    "actor_critic": "framework family",
-    "GaussianActor": "framework algo",  # TRPO's can be compared by KL
-    "CategoricalActor": "framework algo",
-    "act": "family",  # a sample of the policy, or an action with noise in [-1, 1]
-    "to_env": "family",  # clips, or rescales
-    "compute_loss_pi": "framework algo",
-    "compute_loss_v": "framework",
-    "flat_grad": "framework",
-    "fisher_product": "framework",
-    # fields of Args
-    "Args.compile": "algo",
-    "Args.epochs": "family",
-    "Args.hidden_sizes": "family",
-    "Args.activation": "family",
-    "Args.pi_lr": "family",
-    # parts of train
-    "train: Set-up": "framework family",
-    "train: Networks and optimizers": "framework algo",
-    "train: The graph": "algo",
-    "train: Policy": "framework algo",
-    "train: Value function": "framework algo",
-    "train: Resume": "framework algo",
-    "train: Main loop": "family",
+    "on-policy": {
+        "actor_critic": "framework",
+        "GaussianActor": "framework algo",  # TRPO's can be compared by KL
+        "CategoricalActor": "framework algo",
+        "compute_loss_pi": "framework algo",
+        "compute_loss_v": "framework",
+        "flat_grad": "framework",
+        "fisher_product": "framework",
+        "Args.compile": "algo",  # TRPO's policy is differentiated twice, which excludes it
+        "train: Set-up": "framework",
+        "train: Networks and optimizers": "framework algo",
+        "train: The graph": "algo",
+        "train: Policy": "framework algo",
+        "train: Value function": "framework algo",
+        "train: Resume": "framework algo",
+    },
+    "off-policy": {
+        "actor_critic": "framework algo",
+        "DeterministicActor": "framework",
+        "SquashedGaussianActor": "framework",
+        "QFunction": "framework",
+        "TwinQFunction": "framework",
+        "act": "algo",  # a fixed action and noise, or a sample of SAC's policy
+        "compute_backup": "framework algo",
+        "compute_loss_q": "framework algo",
+        "compute_loss_pi": "framework algo",
+        "compute_loss_alpha": "framework",
+        "Args.q_lr": "algo",  # one Q function or two
+        "train: Set-up": "framework",
+        "train: Networks and optimizers": "framework algo",
+        "train: One gradient step": "algo",
+        "train: Q function": "framework",
+        "train: Q functions": "framework algo",
+        "train: Policy": "framework algo",
+        "train: Target networks": "framework algo",
+        "train: Resume": "framework algo",
+        "train: Main loop": "algo",  # what is logged, the noise
+    },
 }
-# VPG and PPO share more than their family does.
+OF_A_FAMILY = {
+    *("actor_critic", "act", "to_env", "compute_loss_pi", "Args.compile", "Args.pi_lr"),
+    *("Args.epochs", "Args.hidden_sizes", "Args.activation", "Args.save_freq"),
+    *("train: Set-up", "train: Networks and optimizers", "train: Policy", "train: Resume"),
+    "train: Main loop",
+}
+# Scripts that share more than that.
 SAME = [
     ("GaussianActor", ("vpg", "ppo")),
     ("CategoricalActor", ("vpg", "ppo")),
+    ("act", ("ddpg", "td3")),
+    ("compute_loss_q", ("td3", "sac")),
 ]
 # Lines that may differ in any block: what the framework calls its state, an algorithm's columns.
 FREE_LINES = (
@@ -75,6 +98,7 @@ def source(script):
     return (ROOT / "algos" / f"{script}.py").read_text()
 
 
+@cache
 def blocks(script):
     """A script's functions, classes, fields of Args and parts of train: {name: text}."""
     text = source(script)
@@ -105,21 +129,25 @@ def parts_of_train(lines):
     return {name: "\n".join(part) for name, part in parts.items()}
 
 
+def depends_on(name, script):
+    """What a block depends on, as traits."""
+    family = traits(script)["family"]
+    own = ["family"] if name in OF_A_FAMILY else []
+    return [*own, *DEPENDS_ON[family].get(name, "").split()]
+
+
 def groups():
-    """[(block's name, [(script, text), ...]), ...]: texts that must be equal within each list."""
+    """{block's name: [(script, text), ...]}: texts that must be equal within each list."""
     found = {}
     for script in SCRIPTS:
-        traits_of_script = traits(script)
         for name, text in blocks(script).items():
-            on = DEPENDS_ON.get(name, "")
-            if "by itself" in on or name == "head":
-                continue
-            key = (name, *(traits_of_script[trait] for trait in on.split()))
-            found.setdefault(key, []).append((script, text))
+            if name not in LOOKED_INTO and name != "head":
+                key = (name, *(traits(script)[trait] for trait in depends_on(name, script)))
+                found.setdefault(key, []).append((script, text))
     for name, algos in SAME:
         for framework in ("torch", "tf1"):
             scripts = [s for s in SCRIPTS if s in [f"{algo}_{framework}" for algo in algos]]
-            found[name, framework] = [(s, blocks(s)[name]) for s in scripts]
+            found[name, framework, *algos] = [(s, blocks(s)[name]) for s in scripts]
     return {" ".join(key): members for key, members in found.items() if len(members) > 1}
 
 
@@ -132,15 +160,16 @@ def test_identical_blocks_are_identical(block):
 
 
 def test_the_table_of_exceptions_is_needed():
-    """Every exception names a block that exists; an exception that none needs is taken out."""
-    names = {name for script in SCRIPTS for name in blocks(script)}
-    on_policy_only = len({traits(s)["family"] for s in SCRIPTS}) == 1
-    unknown = set(DEPENDS_ON) - names
-    assert not unknown
-    for name, on in DEPENDS_ON.items():
-        texts = {blocks(s)[name] for s in SCRIPTS if name in blocks(s)}
-        if "by itself" not in on and not (on_policy_only and "family" in on):
-            assert len(texts) > 1, f"{name} is the same everywhere"
+    """Every exception names a block that exists and differs; what none needs is taken out."""
+    found = {script: blocks(script) for script in SCRIPTS}
+    for family, exceptions in DEPENDS_ON.items():
+        scripts = [s for s in SCRIPTS if traits(s)["family"] == family]
+        for name in exceptions if scripts else ():
+            texts = {found[s][name] for s in scripts if name in found[s]}
+            assert len(texts) > 1, f"{name} is the same in all of {family}, or is nowhere"
+    if len({traits(s)["family"] for s in SCRIPTS}) == 2:
+        for name in OF_A_FAMILY:
+            assert len({found[s][name] for s in SCRIPTS if name in found[s]}) > 1, name
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
