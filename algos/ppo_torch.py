@@ -303,10 +303,12 @@ def train(args):
         loss_pi_fn, loss_v_fn = mpi_compile(loss_pi_fn), mpi_compile(loss_v_fn)
 
     def update():
-        obs, act, adv, ret, val = (torch.as_tensor(x, device=device) for x in buf.get(values))
+        *batch, val = buf.get(values)
+        obs, act, adv, ret = (torch.as_tensor(x, device=device) for x in batch)
         with torch.no_grad():
             logp_old, _ = ac.pi(obs, act)
-        loss_pi_old, loss_v_old = loss_pi_fn(obs, act, adv, logp_old)[0], loss_v_fn(obs, ret)
+        loss_pi_old = loss_pi_fn(obs, act, adv, logp_old)[0].item()
+        loss_v_old = loss_v_fn(obs, ret).item()
 
         # Policy: steps until the new policy is too far from the old. The KL is checked before the
         # step is taken, and averaged, so that all ranks stop together.
@@ -327,12 +329,11 @@ def train(args):
             mpi_avg_grads(ac.v)
             vf_optimizer.step()
 
-        loss_pi, kl, clip_frac, entropy = loss_pi_fn(obs, act, adv, logp_old)
-        loss_v = loss_v_fn(obs, ret)
-        logger.store(VVals=val.cpu(), LossPi=loss_pi_old.item(), LossV=loss_v_old.item())
-        logger.store(DeltaLossPi=loss_pi.item() - loss_pi_old.item())
-        logger.store(DeltaLossV=loss_v.item() - loss_v_old.item())
-        logger.store(Entropy=entropy.item(), KL=kl.item(), ClipFrac=clip_frac.item(), StopIter=i)
+        loss_pi, kl, clip_frac, entropy = (x.item() for x in loss_pi_fn(obs, act, adv, logp_old))
+        loss_v = loss_v_fn(obs, ret).item()
+        logger.store(VVals=val, LossPi=loss_pi_old, LossV=loss_v_old)
+        logger.store(DeltaLossPi=loss_pi - loss_pi_old, DeltaLossV=loss_v - loss_v_old)
+        logger.store(Entropy=entropy, KL=kl, ClipFrac=clip_frac, StopIter=i)
 
     def policy():
         layers = [layer for layer in ac.pi.net if isinstance(layer, nn.Linear)]

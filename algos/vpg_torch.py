@@ -1,0 +1,396 @@
+"""Vanilla Policy Gradient (Williams 1992; Sutton et al. 2000), with a learned baseline.
+
+    python algos/vpg_torch.py --env-id CartPole-v1
+    mpirun -np 4 python algos/vpg_torch.py --env-id Hopper-v4
+
+From one batch of experience, take one step up the gradient of the expected return, which makes
+actions likelier that turned out better than expected:
+
+    grad J(pi) = E[ grad log pi(a|s) A ]
+
+The advantage A is GAE (Schulman et al. 2016, arXiv:1506.02438, eq. 16), and V regresses on the
+discounted rewards to go:
+
+    delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
+
+Diff me against ppo_torch.py and trpo_torch.py: what it takes to go further with one batch.
+Diff me against vpg_tf1.py: the same algorithm as a TensorFlow 1 graph.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # threads wait 0.1 ms, not 10, before they sleep
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that any directory will do
+
+import numpy as np
+import torch
+from gymnasium.spaces import Box, Discrete
+from torch import nn
+
+from common.args import JsonDict, NonNegInt, PosFloat, PosInt, Sizes, Unit
+from common.cli import main, make_env, stop_requested
+from common.logger import start_run
+from common.mpi_pytorch import (
+    mpi_avg_grads,
+    mpi_compile,
+    save_model,
+    setup_pytorch_for_mpi,
+    sync_params,
+    to_arrays,
+    to_tensors,
+)
+from common.mpi_tools import check_finite, mpi_statistics_scalar, proc_id, rank_share
+
+# Arguments ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Args:
+    # Experiment
+    exp_name: str | None = None  # name of the experiment; <script>_<env-id> if not given
+    seed: NonNegInt = 0  # random seed; each rank adds 10000 times its number
+    data_dir: str = "data"  # directory that holds the run directories
+    datestamp: bool = False  # put date and time into the run directory's name
+    save_freq: PosInt = 10  # epochs between checkpoints
+    num_cpu: PosInt = 1  # relaunch under mpirun with this many ranks
+    resume: bool = False  # continue the run that the directory holds
+    overwrite: bool = False  # replace the run that the directory holds
+    device: str = "cpu"  # where the networks are trained: cpu, cuda, cuda:1, ...
+    compile: bool = False  # compile the losses; no faster on a CPU, where matrix products dominate
+    # Environment
+    env_id: str = "HalfCheetah-v4"  # a Gymnasium id; my_package:MyEnv-v0 imports my_package first
+    env_kwargs: JsonDict = field(default_factory=dict)  # arguments of the environment, as JSON
+    max_ep_len: PosInt = 1000  # steps after which an episode is truncated
+    # Training
+    epochs: PosInt = 50  # number of epochs
+    steps_per_epoch: PosInt = 4000  # environment steps per epoch, all ranks together
+    gamma: Unit = 0.99  # discount factor
+    hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
+    activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
+    # VPG
+    pi_lr: PosFloat = 3e-4  # learning rate of the policy
+    vf_lr: PosFloat = 1e-3  # learning rate of the value function
+    train_v_iters: PosInt = 80  # value function steps per epoch
+    lam: Unit = 0.97  # lambda of GAE
+
+
+# Networks -----------------------------------------------------------------------------------------
+
+
+def mlp(sizes, activation, rng):
+    """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
+
+    Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
+    the TensorFlow script starts from the same numbers.
+    """
+    layers = []
+    for fan_in, fan_out in pairwise(sizes):
+        layer, bound = nn.Linear(fan_in, fan_out), fan_in**-0.5
+        weight = rng.uniform(-bound, bound, (fan_in, fan_out))
+        bias = rng.uniform(-bound, bound, fan_out)
+        layer.load_state_dict({"weight": torch.tensor(weight.T), "bias": torch.tensor(bias)})
+        layers += [layer, {"tanh": nn.Tanh, "relu": nn.ReLU}[activation]()]
+    return nn.Sequential(*layers[:-1])
+
+
+class GaussianActor(nn.Module):
+    """pi(a|s) = Normal(mu(s), exp(log_std)), for Box actions; log_std does not depend on s."""
+
+    def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
+        super().__init__()
+        self.net = mlp([obs_dim, *hidden_sizes, act_dim], activation, rng)
+        self.log_std = nn.Parameter(torch.full((act_dim,), -0.5))
+
+    def forward(self, obs, act):
+        """obs [B, obs_dim], act [B, act_dim] -> log pi(act|obs) [B], entropy []."""
+        mu = self.net(obs)
+        z = (act - mu) * torch.exp(-self.log_std)
+        logp = (-0.5 * z**2 - self.log_std - 0.5 * np.log(2 * np.pi)).sum(-1)
+        return logp, (self.log_std + 0.5 * np.log(2 * np.pi * np.e)).sum()
+
+
+class CategoricalActor(nn.Module):
+    """pi(a|s) = softmax(logits(s))[a], for Discrete actions."""
+
+    def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
+        super().__init__()
+        self.net = mlp([obs_dim, *hidden_sizes, act_dim], activation, rng)
+
+    def forward(self, obs, act):
+        """obs [B, obs_dim], act [B] int64 -> log pi(act|obs) [B], entropy [B]."""
+        logp_all = torch.log_softmax(self.net(obs), -1)
+        logp = logp_all.gather(-1, act[:, None]).squeeze(-1)
+        return logp, -(logp_all.exp() * logp_all).sum(-1)
+
+
+def actor_critic(obs_dim, space, hidden_sizes, activation, rng):
+    """The policy `pi` and the value function `v` [B, obs_dim] -> [B, 1], which share nothing."""
+    if isinstance(space, Discrete):
+        pi = CategoricalActor(obs_dim, int(space.n), hidden_sizes, activation, rng)
+    else:
+        pi = GaussianActor(obs_dim, int(np.prod(space.shape)), hidden_sizes, activation, rng)
+    return nn.ModuleDict({"pi": pi, "v": mlp([obs_dim, *hidden_sizes, 1], activation, rng)})
+
+
+def act(policy, o, rng):
+    """Sample one action in NumPy: for a single observation, calling a framework is all overhead.
+
+    Args:
+        policy: dict, the contents of policy.npz: `weights` [(W [in, out], b [out]), ...],
+            `activation`, and for Box actions `log_std` [act_dim].
+        o: [obs_dim], the observation.
+        rng: numpy.random.Generator.
+
+    Returns:
+        [act_dim] float32 for Box actions, an int from 0 for Discrete ones.
+    """
+    x = np.asarray(o, dtype=np.float32)
+    *hidden, (W_out, b_out) = policy["weights"]
+    for W, b in hidden:
+        x = np.tanh(x @ W + b) if policy["activation"] == "tanh" else np.maximum(x @ W + b, 0)
+    x = x @ W_out + b_out
+    if "log_std" in policy:
+        return x + np.exp(policy["log_std"]) * rng.standard_normal(x.shape, dtype=np.float32)
+    return int(np.argmax(x + rng.gumbel(size=x.shape)))  # the Gumbel-max trick samples softmax(x)
+
+
+def to_env(a, space):
+    """The action as the environment takes it. Spinning Up does not clip it to the bounds."""
+    if isinstance(space, Discrete):
+        return a + int(space.start)
+    return a.reshape(space.shape).clip(space.low, space.high)
+
+
+# Buffer -------------------------------------------------------------------------------------------
+
+
+class GAEBuffer:
+    """One epoch of this rank's experience, and once it is full, advantages and returns."""
+
+    def __init__(self, obs_dim, action_space, size, gamma, lam):
+        self.obs = np.zeros((size, obs_dim), dtype=np.float32)
+        discrete = isinstance(action_space, Discrete)
+        act_shape = () if discrete else (int(np.prod(action_space.shape)),)
+        self.act = np.zeros((size, *act_shape), dtype=np.int64 if discrete else np.float32)
+        self.rew = np.zeros(size, dtype=np.float32)
+        self.gamma, self.lam = gamma, lam
+        self.ptr, self.paths = 0, []
+
+    def store(self, o, a, r):
+        """Add one step. The action is as sampled, not as clipped for the environment."""
+        self.obs[self.ptr], self.act[self.ptr], self.rew[self.ptr] = o, a, r
+        self.ptr += 1
+
+    def finish_path(self, o2, terminated):
+        """End a path: the episode is over, or is cut at the end of the epoch.
+
+        Args:
+            o2: [obs_dim], the observation after the last step.
+            terminated: whether o2 is a terminal state, worth 0. A path that was cut or truncated
+                goes on in truth: V(o2) stands for what would have come.
+        """
+        self.paths.append((self.ptr, np.array(o2, dtype=np.float32), terminated))
+
+    def get(self, v):
+        """Empty the buffer.
+
+        Args:
+            v: function from observations [N, obs_dim] to values [N]. It is called once, for all
+                steps together: V does not change while experience is gathered.
+
+        Returns:
+            obs [size, obs_dim], act [size] or [size, act_dim], adv [size], ret [size], val [size];
+            adv has mean 0 and standard deviation 1 over all ranks.
+        """
+        size = len(self.rew)
+        values = v(np.concatenate([self.obs, [o2 for _, o2, _ in self.paths]]))
+        val, v_end = values[:size].tolist(), values[size:].tolist()
+        rew, adv, ret = self.rew.tolist(), np.zeros(size), np.zeros(size)
+        start = 0
+        for (end, _, terminated), v_next in zip(self.paths, v_end, strict=True):
+            v_next = 0.0 if terminated else v_next
+            a, g = 0.0, v_next
+            for t in reversed(range(start, end)):
+                delta = rew[t] + self.gamma * v_next - val[t]
+                a = delta + self.gamma * self.lam * a
+                g = rew[t] + self.gamma * g
+                adv[t], ret[t], v_next = a, g, val[t]
+            start = end
+        self.ptr, self.paths = 0, []
+        mean, std = mpi_statistics_scalar(adv)
+        adv = ((adv - mean) / (std + 1e-8)).astype(np.float32)
+        return self.obs, self.act, adv, ret.astype(np.float32), values[:size]
+
+
+# Losses -------------------------------------------------------------------------------------------
+
+
+def compute_loss_pi(logp, logp_old, adv):
+    """A function whose gradient is the policy gradient, negated: -E[log pi(a|s) A].
+
+    Args:
+        logp, logp_old, adv: [B], log-probabilities under the new and the old policy; advantages.
+
+    Returns:
+        loss_pi []; approximate KL(old || new) [], E[(ratio - 1) - log ratio], which is never
+        negative (http://joschu.net/blog/kl-approx.html).
+    """
+    log_ratio = logp - logp_old
+    ratio = torch.exp(log_ratio)
+    loss_pi = -(logp * adv).mean()
+    kl = (ratio - 1 - log_ratio).mean()
+    return loss_pi, kl
+
+
+def compute_loss_v(v, ret):
+    """Mean squared error of the values: E[(V(s) - R)^2]; v, ret [B] -> []."""
+    return ((v - ret) ** 2).mean()
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+def train(args):
+    """Train a policy.
+
+    Returns:
+        True if the run is finished, False if it was asked to stop before.
+
+    Raises:
+        UsageError: bad input; nothing was written.
+        FloatingPointError: an observation, a reward or a parameter became NaN or infinite.
+    """
+    # Set-up: what cannot work is refused before anything is written.
+    device = setup_pytorch_for_mpi(args.device)
+    env = make_env(args.env_id, args.env_kwargs, (Box, Discrete))
+    obs_dim, action_space = env.observation_space.shape[0], env.action_space
+    local_steps_per_epoch = rank_share("--steps-per-epoch", args.steps_per_epoch)
+    logger = start_run(args, __file__)
+    if logger.finished:
+        return logger.close()
+
+    # Networks and optimizers: all ranks start from the same parameters.
+    rng = np.random.default_rng(args.seed)
+    ac = actor_critic(obs_dim, action_space, args.hidden_sizes, args.activation, rng).to(device)
+    sync_params(ac)
+    pi_optimizer = torch.optim.Adam(ac.pi.parameters(), lr=args.pi_lr, fused=True)
+    vf_optimizer = torch.optim.Adam(ac.v.parameters(), lr=args.vf_lr, fused=True)
+    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch, args.gamma, args.lam)
+
+    def values(obs):
+        with torch.no_grad():
+            return ac.v(torch.as_tensor(obs, device=device)).squeeze(-1).cpu().numpy()
+
+    def loss_pi_fn(obs, act, adv, logp_old):
+        logp, entropy = ac.pi(obs, act)
+        return *compute_loss_pi(logp, logp_old, adv), entropy.mean()
+
+    def loss_v_fn(obs, ret):
+        return compute_loss_v(ac.v(obs).squeeze(-1), ret)
+
+    if args.compile:
+        loss_pi_fn, loss_v_fn = mpi_compile(loss_pi_fn), mpi_compile(loss_v_fn)
+
+    def update():
+        *batch, val = buf.get(values)
+        obs, act, adv, ret = (torch.as_tensor(x, device=device) for x in batch)
+        with torch.no_grad():
+            logp_old, _ = ac.pi(obs, act)
+        loss_pi_old = loss_pi_fn(obs, act, adv, logp_old)[0].item()
+        loss_v_old = loss_v_fn(obs, ret).item()
+
+        # Policy: one step, since the batch tells of the policy that gathered it and of no other.
+        pi_optimizer.zero_grad()
+        loss_pi, _, _ = loss_pi_fn(obs, act, adv, logp_old)
+        loss_pi.backward()
+        mpi_avg_grads(ac.pi)
+        pi_optimizer.step()
+
+        # Value function: many steps, since its targets do not depend on it.
+        for _ in range(args.train_v_iters):
+            vf_optimizer.zero_grad()
+            loss_v = loss_v_fn(obs, ret)
+            loss_v.backward()
+            mpi_avg_grads(ac.v)
+            vf_optimizer.step()
+
+        loss_pi, kl, entropy = (x.item() for x in loss_pi_fn(obs, act, adv, logp_old))
+        loss_v = loss_v_fn(obs, ret).item()
+        logger.store(VVals=val, LossPi=loss_pi_old, LossV=loss_v_old)
+        logger.store(DeltaLossPi=loss_pi - loss_pi_old, DeltaLossV=loss_v - loss_v_old)
+        logger.store(Entropy=entropy, KL=kl)
+
+    def policy():
+        layers = [layer for layer in ac.pi.net if isinstance(layer, nn.Linear)]
+        weights = [to_arrays((layer.weight.T, layer.bias)) for layer in layers]
+        arrays = {"weights": weights, "activation": args.activation}
+        if isinstance(action_space, Discrete):
+            return arrays | {"distribution": "categorical"}
+        arrays |= {"act_low": action_space.low, "act_high": action_space.high}
+        return arrays | {"distribution": "gaussian", "log_std": to_arrays(ac.pi.log_std)}
+
+    # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
+    # is all there is to restore.
+    stateful = {"ac": ac, "pi_optimizer": pi_optimizer, "vf_optimizer": vf_optimizer}
+    start_epoch, state, _ = logger.load_state()
+    if state is not None:
+        for name, part in stateful.items():
+            part.load_state_dict(to_tensors(state[name]))
+
+    # Main loop: each epoch gathers experience with a fixed policy, then improves it.
+    for epoch in range(start_epoch, args.epochs):
+        rng = np.random.default_rng([args.seed + 10000 * proc_id(), epoch])
+        actor = policy()
+        o, _ = env.reset(seed=int(rng.integers(2**31)))
+        ep_ret, ep_len = 0.0, 0
+
+        for t in logger.progress(local_steps_per_epoch, epoch):
+            a = act(actor, o, rng)
+            o2, r, terminated, truncated, _ = env.step(to_env(a, action_space))
+            buf.store(o, a, r)
+            o, ep_ret, ep_len = o2, ep_ret + float(r), ep_len + 1
+
+            ended = terminated or truncated or ep_len == args.max_ep_len
+            if ended or t == local_steps_per_epoch - 1:
+                buf.finish_path(o, terminated)
+            if ended:
+                logger.store(EpRet=ep_ret, EpLen=ep_len)
+                o, _ = env.reset()
+                ep_ret, ep_len = 0.0, 0
+
+        update()
+        state = {name: to_arrays(part.state_dict()) for name, part in stateful.items()}
+        check_finite(f"epoch {epoch}", observation=buf.obs, reward=buf.rew, parameter=state["ac"])
+
+        # Log and save.
+        logger.log_tabular("Epoch", epoch)
+        logger.log_tabular("EpRet", with_min_and_max=True)
+        logger.log_tabular("EpLen", average_only=True)
+        logger.log_tabular("VVals", with_min_and_max=True)
+        logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
+        for key in ("LossPi", "LossV", "DeltaLossPi", "DeltaLossV"):
+            logger.log_tabular(key, average_only=True)
+        for key in ("Entropy", "KL"):
+            logger.log_tabular(key, average_only=True)
+        logger.log_tabular("Time", logger.time())
+        logger.dump_tabular()
+
+        stop = stop_requested()
+        if (epoch + 1) % args.save_freq == 0 or epoch + 1 == args.epochs or stop:
+            save_model(ac, logger.output_dir)
+            logger.save_state(policy(), state)
+        if stop:
+            break
+
+    return logger.close()
+
+
+# Command line -------------------------------------------------------------------------------------
+
+if __name__ == "__main__":
+    main(train, Args)

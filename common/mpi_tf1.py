@@ -1,0 +1,189 @@
+"""TensorFlow 1's half of the MPI helpers.
+
+Importing this module loads TensorFlow without its start-up messages and switches it to graph mode:
+import it before `tensorflow.compat.v1`.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from common.mpi_tools import allreduce, broadcast, num_procs, proc_id, threads_per_rank
+
+
+def _load_tensorflow():
+    """Import TensorFlow, whose libraries write to stderr as they load, whatever one sets."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # its exceptions say what matters
+    with tempfile.TemporaryFile() as messages:
+        sys.stderr.flush()
+        stderr = os.dup(2)
+        os.dup2(messages.fileno(), 2)
+        try:
+            import tensorflow.compat.v1 as tf
+        except BaseException:
+            messages.seek(0)
+            os.write(stderr, messages.read())  # they may say why
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+    tf.logging.set_verbosity(tf.logging.ERROR)
+    tf.disable_eager_execution()
+    return tf
+
+
+tf = _load_tensorflow()
+
+
+def setup_tf1_for_mpi():
+    """A session on a new default graph, with this rank's share of the cores.
+
+    It runs on the CPU: where there are GPUs, every rank would otherwise take all of their memory.
+    """
+    tf.reset_default_graph()
+    config = tf.ConfigProto(
+        intra_op_parallelism_threads=threads_per_rank(),
+        inter_op_parallelism_threads=1,
+        device_count={"GPU": 0},
+    )
+    return tf.Session(config=config)
+
+
+def flat_concat(xs):
+    """Concatenate tensors of any shapes: [...], [...], ... -> [N]."""
+    return tf.concat([tf.reshape(x, [-1]) for x in xs], axis=0)
+
+
+def split_flat(flat, like):
+    """The inverse of `flat_concat`: tensor [N] -> list of tensors shaped like those in `like`."""
+    parts = tf.split(flat, [int(np.prod(x.shape)) for x in like])
+    return [tf.reshape(part, x.shape) for part, x in zip(parts, like, strict=True)]
+
+
+def assign_params_from_flat(x, params):
+    """An op that gives variables the values in a flat tensor [N], in the order of `params`."""
+    return tf.group(
+        [tf.assign(p, value) for p, value in zip(params, split_flat(x, params), strict=True)]
+    )
+
+
+def sync_params(params):
+    """An op that gives every rank rank 0's values of these variables."""
+    if num_procs() == 1:
+        return tf.no_op()
+    synced = tf.numpy_function(broadcast, [flat_concat(params)], tf.float32)
+    return assign_params_from_flat(tf.reshape(synced, [-1]), params)
+
+
+def sync_all_params():
+    """An op that gives every rank rank 0's values of all float32 variables."""
+    return sync_params([p for p in tf.global_variables() if p.dtype.base_dtype == tf.float32])
+
+
+def mpi_avg_tensor(x):
+    """Average a float32 tensor of known shape over all ranks, with one message."""
+    if num_procs() == 1:
+        return x
+
+    def average(x):
+        total = np.empty_like(x)
+        allreduce(x, total)
+        return total / np.float32(num_procs())
+
+    return tf.ensure_shape(tf.numpy_function(average, [x], tf.float32), x.shape)
+
+
+class MpiAdamOptimizer:
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980, algorithm 1) on gradients averaged over ranks.
+
+    The same numbers as torch.optim.Adam: epsilon is added to the square root of the bias-corrected
+    second moment, where TensorFlow's own Adam adds it to the uncorrected one.
+
+    Args:
+        learning_rate, beta1, beta2, epsilon: as in the paper; floats.
+        name: scope of the optimizer's variables: one that is used twice needs two names.
+    """
+
+    def __init__(self, learning_rate, beta1=0.9, beta2=0.999, epsilon=1e-8, name="adam"):
+        self.learning_rate, self.epsilon, self.name = learning_rate, epsilon, name
+        self.beta1, self.beta2 = np.float32(beta1), np.float32(beta2)  # what the kernel computes in
+        self.variables = {}  # the step count and the moments by name, for checkpoints
+
+    def compute_gradients(self, loss, var_list):
+        """Returns [(gradient, variable), ...], the gradients averaged over all ranks."""
+        flat = mpi_avg_tensor(flat_concat(tf.gradients(loss, var_list)))
+        return list(zip(split_flat(flat, var_list), var_list, strict=True))
+
+    def apply_gradients(self, grads_and_vars):
+        """An op that takes one step. Call this once per optimizer."""
+        with tf.variable_scope(self.name):
+            t = self._slot("step", np.zeros((), np.int64))
+        with tf.control_dependencies([tf.assign_add(t, 1)]):
+            steps = tf.cast(t.read_value(), tf.float64)
+        correction1, correction2 = (1 - np.float64(b) ** steps for b in (self.beta1, self.beta2))
+        # The kernel is handed bias corrections of its own as done (powers of 0): it then computes
+        # var -= step_size m / (sqrt(v) + epsilon sqrt(correction2)), which is torch's step.
+        step_size = tf.cast(self.learning_rate * tf.sqrt(correction2) / correction1, tf.float32)
+        epsilon = tf.cast(self.epsilon * tf.sqrt(correction2), tf.float32)
+        steps_taken = []
+        for grad, var in grads_and_vars:
+            with tf.variable_scope(f"{self.name}/{var.op.name}"):
+                m, v = (self._slot(name, np.zeros(var.shape, np.float32)) for name in ("m", "v"))
+            step = tf.raw_ops.ResourceApplyAdam(
+                var=var.handle, m=m.handle, v=v.handle, beta1_power=0.0, beta2_power=0.0,
+                lr=step_size, beta1=self.beta1, beta2=self.beta2, epsilon=epsilon, grad=grad,
+            )  # fmt: skip
+            steps_taken.append(step)
+        return tf.group(steps_taken)
+
+    def minimize(self, loss, var_list):
+        """An op that takes one step down the gradient of `loss`, averaged over all ranks."""
+        return self.apply_gradients(self.compute_gradients(loss, var_list))
+
+    def _slot(self, name, value):
+        variable = tf.get_variable(name, initializer=value, trainable=False)
+        self.variables[variable.op.name] = variable
+        return variable
+
+
+def load_variables(sess, tree, values):
+    """Set variables to what `sess.run(tree)` once returned.
+
+    Args:
+        tree: nested dicts of variables.
+        values: nested dicts of arrays, with the same keys.
+    """
+    for key, node in tree.items():
+        if isinstance(node, dict):
+            load_variables(sess, node, values[key])
+        else:
+            node.load(values[key], sess)
+
+
+def save_model(sess, inputs, outputs, output_dir):
+    """Write tf1_save/ in the run directory: a SavedModel, its signature named as given here.
+
+    Args:
+        inputs, outputs: dicts of tensors by name.
+    """
+    if proc_id() > 0:
+        return
+    path, temporary = Path(output_dir, "tf1_save"), Path(output_dir, ".tf1_save.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    if not tf.get_collection("saver"):  # made once: each new one would add its ops to the graph
+        tf.add_to_collection("saver", tf.train.Saver())
+    signature = tf.saved_model.predict_signature_def(inputs, outputs)
+    builder = tf.saved_model.Builder(str(temporary))
+    builder.add_meta_graph_and_variables(
+        sess,
+        [tf.saved_model.SERVING],
+        signature_def_map={tf.saved_model.DEFAULT_SERVING_SIGNATURE_DEF_KEY: signature},
+        saver=tf.get_collection("saver")[0],
+    )
+    builder.save()
+    shutil.rmtree(path, ignore_errors=True)
+    os.rename(temporary, path)
