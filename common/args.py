@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import typing
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -39,6 +39,7 @@ NonNegInt = Annotated[int, Range(low=0)]
 PosFloat = Annotated[float, Range(low=0, open_low=True)]
 NonNegFloat = Annotated[float, Range(low=0)]
 Unit = Annotated[float, Range(low=0, high=1)]
+NonNegFloatOrAuto = Annotated[float | Literal["auto"], Range(low=0)]
 Sizes = Annotated[tuple[int, ...], Range(low=1)]
 JsonDict = Annotated[
     dict,
@@ -107,5 +108,5 @@ def check_args(args):
         bounds = [m for m in getattr(hints[field.name], "__metadata__", ()) if type(m) is Range]
         value = getattr(args, field.name)
         for x in value if isinstance(value, tuple) else [value]:
-            if bounds and not bounds[0].holds(x):
+            if bounds and not isinstance(x, str) and not bounds[0].holds(x):
                 raise UsageError(f"{flag(field.name)} must be {bounds[0]}, not {x}")

@@ -75,21 +75,21 @@ class Checkpointer:
 
     Args:
         directory: where they lie; made at the first save.
-        journal_parts: how many parts of the journal a full replay buffer needs; older ones go.
     """
 
-    def __init__(self, directory, journal_parts=None):
+    def __init__(self, directory):
         self.directory = Path(directory)
-        self.journal_parts = journal_parts
         self.journal = {}  # this rank's journal: file name -> SHA-256
 
-    def save(self, epoch, state, journal=None):
+    def save(self, epoch, state, journal=None, journal_parts=None):
         """Save the state after `epoch` epochs.
 
         Args:
             epoch: number of finished epochs.
             state: this rank's tree (see `tree_to_bytes`).
             journal: this rank's tree of what came since the last save, for what only grows.
+            journal_parts: how many of the newest parts are still needed, this one included; all
+                of them, if None.
 
         Raises:
             OSError: the disk is full, say; the checkpoints before this one are intact.
@@ -103,8 +103,8 @@ class Checkpointer:
         if journal is not None:
             name = f"rank_{proc_id()}_{epoch:06d}.npz"
             self.journal[name] = _write(self.directory / "journal" / name, journal)
-            if self.journal_parts:
-                self.journal = dict(list(self.journal.items())[-self.journal_parts :])
+            if journal_parts:
+                self.journal = dict(list(self.journal.items())[-journal_parts:])
         name = f"rank_{proc_id()}.npz"
         files = {f"{final.name}/{name}": _write(temporary / name, state)}
         files |= {f"journal/{name}": digest for name, digest in self.journal.items()}

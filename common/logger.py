@@ -173,6 +173,9 @@ class Logger:
     def _holds_run(self):
         return any((self.output_dir / name).exists() for name in RUN_FILES[:-1])
 
+    def _has_checkpoint(self):
+        return any(self.checkpointer.directory.glob("epoch_*"))
+
     def close_lock(self):
         """Let other processes have the directory."""
         if self._lock:
@@ -206,6 +209,9 @@ class Logger:
             if changed:
                 text = ", ".join(f"{k} was {old.get(k)}, is {config.get(k)}" for k in changed)
                 raise UsageError(f"cannot resume {self.output_dir}: {text}")
+            if status["status"] == "finished" and not (self.finished or self._has_checkpoint()):
+                text = "it is finished, and its checkpoints, replay buffer and all, are deleted"
+                raise UsageError(f"cannot extend {self.output_dir}: {text}")
             names = sorted(k for k, v in config["versions"].items() if old["versions"].get(k) != v)
             for name in names:
                 was, now = old["versions"].get(name), config["versions"][name]
@@ -220,8 +226,15 @@ class Logger:
         state = {"status": status, "epoch": self.epoch, "epochs": self.epochs, "error": error}
         write_json(self.output_dir / "status.json", state)
 
-    def close(self):
-        """The end of the run: `finished`, or `interrupted` if epochs are left. Returns which."""
+    def close(self, clear=False):
+        """The end of the run: `finished`, or `interrupted` if epochs are left.
+
+        Args:
+            clear: delete the checkpoints of a finished run: a replay buffer is large.
+
+        Returns:
+            whether the run is finished.
+        """
         global _open_logger
         done = self.epoch >= self.epochs
         if proc_id() == 0:
@@ -229,6 +242,8 @@ class Logger:
                 self.log(f"{self.output_dir} is finished: {self.epoch} epochs", "green")
             else:
                 self.write_status("finished" if done else "interrupted")
+            if done and clear:
+                shutil.rmtree(self.checkpointer.directory, ignore_errors=True)
             for file in (self.progress_file, self.events):
                 if file:
                     file.close()
@@ -312,14 +327,14 @@ class Logger:
 
     # Saving and resuming ------------------------------------------------------------------------
 
-    def save_state(self, policy, state, journal=None):
+    def save_state(self, policy, state, journal=None, journal_parts=None):
         """Save the policy for NumPy, and all that an exact continuation needs.
 
         Args:
             policy: dict for policy.npz: all that it takes to act with NumPy alone. `weights` is a
                 list of layers (W [in, out], b [out]); the rest arrays, numbers and strings.
             state: this rank's tree for `Checkpointer.save`.
-            journal: likewise.
+            journal, journal_parts: likewise.
         """
         if proc_id() == 0:
             os.fsync(
@@ -330,7 +345,7 @@ class Logger:
                 policy |= {f"weight_{i}": W, f"bias_{i}": b}
             write_atomically(self.output_dir / "policy.npz", lambda f: np.savez(f, **policy))
         state = {"script": state, "headers": self.headers, "time": self.time()}
-        self.checkpointer.save(self.epoch, state, journal)
+        self.checkpointer.save(self.epoch, state, journal, journal_parts)
         if proc_id() == 0:
             self.write_status("running")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.optim.adam import adam
 
 from common import UsageError
 from common.mpi_tools import allreduce, barrier, broadcast, num_procs, proc_id, threads_per_rank
@@ -35,20 +36,24 @@ def mpi_compile(function, **options):
     """`torch.compile(function, fullgraph=True)`, by rank 0 first: the others find it in its cache.
 
     The function itself is returned where there is no C++ compiler, which inductor needs. All ranks
-    must make their first call at the same point of the run.
+    must make their first call at the same point of the run, and their first call with other values
+    of its boolean arguments, which are compiled for on their own.
     """
     if not any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "c++", "clang++")):
         return function
-    compiled, called = torch.compile(function, fullgraph=True, **options), False
+    torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad may stand in the function
+    compiled, called = torch.compile(function, fullgraph=True, **options), set()
 
     def call(*args):
-        nonlocal called
-        if not called and proc_id() > 0:
+        variant = tuple(x for x in args if isinstance(x, bool))
+        if variant in called:
+            return compiled(*args)
+        called.add(variant)
+        if proc_id() > 0:
             barrier()
         result = compiled(*args)
-        if not called and proc_id() == 0:
+        if proc_id() == 0:
             barrier()
-        called = True
         return result
 
     return call
@@ -65,6 +70,66 @@ def mpi_avg_grads(module):
     parts = torch.from_numpy(total / num_procs()).split([g.numel() for g in grads])
     for g, part in zip(grads, parts, strict=True):
         g.copy_(part.view_as(g))
+
+
+@torch.library.custom_op("common::mpi_avg", mutates_args=())
+def mpi_avg_tensor(x: torch.Tensor) -> torch.Tensor:
+    """Average a tensor over all ranks: an operator of its own, so a compiled graph can hold it."""
+    x_numpy = x.detach().cpu().numpy()
+    total = np.empty_like(x_numpy)
+    allreduce(x_numpy, total)
+    total /= num_procs()
+    return torch.from_numpy(total).to(x.device)
+
+
+@mpi_avg_tensor.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class MpiAdamOptimizer:
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) on gradients averaged over all ranks.
+
+    The numbers of torch.optim.Adam, whose `step` cannot stand in a compiled graph; this one can.
+
+    Args:
+        params: the parameters; their values change in place.
+        learning_rate: as in the paper; a float.
+    """
+
+    def __init__(self, params, learning_rate):
+        self.params, self.learning_rate, self.ranks = list(params), learning_rate, num_procs()
+        self.exp_avgs, self.exp_avg_sqs = ([torch.zeros_like(p) for p in self.params] for _ in "12")
+        self.steps = [torch.zeros((), device=p.device) for p in self.params]
+        for state in (*self.exp_avgs, *self.exp_avg_sqs, *self.steps):
+            state.requires_grad_(False)
+            torch._dynamo.mark_static_address(state)  # CUDA graphs change it where it lies
+
+    def minimize(self, loss):
+        """Take one step down the gradient of `loss`, averaged over all ranks with one message."""
+        grads = torch.autograd.grad(loss, self.params)
+        if self.ranks > 1:
+            flat = mpi_avg_tensor(torch.cat([g.flatten() for g in grads]))
+            parts = flat.split([g.numel() for g in grads])
+            grads = [part.view_as(g) for part, g in zip(parts, grads, strict=True)]
+        with torch.no_grad():
+            adam(
+                self.params, list(grads), self.exp_avgs, self.exp_avg_sqs, [], self.steps,
+                foreach=False, fused=not torch.compiler.is_compiling(), amsgrad=False,
+                beta1=0.9, beta2=0.999, lr=self.learning_rate, weight_decay=0, eps=1e-8,
+                maximize=False,
+            )  # fmt: skip
+
+    def state_dict(self):
+        """The moments and step counts, for checkpoints."""
+        return {"exp_avg": self.exp_avgs, "exp_avg_sq": self.exp_avg_sqs, "step": self.steps}
+
+    @torch.no_grad()
+    def load_state_dict(self, state):
+        """Go back to what `state_dict` returned."""
+        for name, tensors in self.state_dict().items():
+            for mine, saved in zip(tensors, state[name], strict=True):
+                mine.copy_(saved)
 
 
 @torch.no_grad()

@@ -39,15 +39,18 @@ def _load_tensorflow():
 tf = _load_tensorflow()
 
 
-def setup_tf1_for_mpi():
+def setup_tf1_for_mpi(parallel_ops=False):
     """A session on a new default graph, with this rank's share of the cores.
 
     It runs on the CPU: where there are GPUs, every rank would otherwise take all of their memory.
+
+    Args:
+        parallel_ops: run independent operations (two Q functions) side by side.
     """
     tf.reset_default_graph()
     config = tf.ConfigProto(
         intra_op_parallelism_threads=threads_per_rank(),
-        inter_op_parallelism_threads=1,
+        inter_op_parallelism_threads=threads_per_rank() if parallel_ops else 1,
         device_count={"GPU": 0},
     )
     return tf.Session(config=config)

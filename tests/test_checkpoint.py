@@ -112,17 +112,17 @@ def test_damaged_checkpoint_is_replaced(tmp_path):
 
 
 def test_journal_grows_and_forgets(tmp_path):
-    saver = Checkpointer(tmp_path, journal_parts=3)
+    saver = Checkpointer(tmp_path)
     for epoch in range(1, 6):
-        saver.save(epoch, STATE, journal={"obs": np.full(2, epoch)})
-    epoch, _, journal = Checkpointer(tmp_path, journal_parts=3).load()
+        saver.save(epoch, STATE, {"obs": np.full(2, epoch)}, journal_parts=3)
+    epoch, _, journal = Checkpointer(tmp_path).load()
     assert [part["obs"][0] for part in journal] == [3, 4, 5]
     # The checkpoint before the newest still has its own three parts.
     damage_bytes(tmp_path / "epoch_000005" / "rank_0.npz")
-    saver = Checkpointer(tmp_path, journal_parts=3)
+    saver = Checkpointer(tmp_path)
     epoch, _, journal = saver.load()
     assert epoch == 4 and [part["obs"][0] for part in journal] == [2, 3, 4]
-    saver.save(5, STATE, journal={"obs": np.full(2, 55)})
+    saver.save(5, STATE, {"obs": np.full(2, 55)}, journal_parts=3)
     assert [part["obs"][0] for part in Checkpointer(tmp_path).load()[2]] == [3, 4, 55]
     assert len(list((tmp_path / "journal").iterdir())) == 4
 

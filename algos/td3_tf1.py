@@ -1,0 +1,447 @@
+"""Twin Delayed DDPG, TD3 (Fujimoto et al. 2018, arXiv:1802.09477).
+
+    python algos/td3_tf1.py --env-id HalfCheetah-v4
+    mpirun -np 4 python algos/td3_tf1.py --env-id Hopper-v4
+
+DDPG's policy exploits every error by which Q is too high. Three answers: the smaller of two Qs
+backs up, the target policy's action is blurred by clipped noise, and the policy and the targets
+move once while the Qs move policy_delay times.
+
+    a'     = clip(pi_targ(s') + clip(sigma noise, -c, c), -1, 1)
+    y      = r + gamma (1 - d) min_i Q_targ,i(s', a')
+    L(Q_i) = E[ (Q_i(s, a) - y)^2 ]        L(pi) = -E[ Q_1(s, pi(s)) ]
+
+Diff me against ddpg_tf1.py: the three answers. And sac_tf1.py: what entropy changes.
+Diff me against td3_torch.py: the same algorithm in PyTorch.
+"""
+
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that any directory will do
+
+import numpy as np
+from gymnasium.spaces import Box
+
+from common import UsageError
+from common.args import JsonDict, NonNegFloat, NonNegInt, PosFloat, PosInt, Sizes, Unit
+from common.cli import main, make_env, stop_requested
+from common.logger import start_run
+from common.mpi_tf1 import (
+    MpiAdamOptimizer,
+    load_variables,
+    save_model,
+    setup_tf1_for_mpi,
+    sync_all_params,
+)
+from common.mpi_tools import check_finite, num_procs, proc_id, rank_share
+
+# isort: split
+import tensorflow.compat.v1 as tf  # common.mpi_tf1 has loaded it, quietly and in graph mode
+
+# Arguments ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Args:
+    # Experiment
+    exp_name: str | None = None  # name of the experiment; <script>_<env-id> if not given
+    seed: NonNegInt = 0  # random seed; each rank adds 10000 times its number
+    data_dir: str = "data"  # directory that holds the run directories
+    datestamp: bool = False  # put date and time into the run directory's name
+    save_freq: PosInt = 1  # epochs between checkpoints
+    num_cpu: PosInt = 1  # relaunch under mpirun with this many ranks
+    resume: bool = False  # continue the run that the directory holds
+    overwrite: bool = False  # replace the run that the directory holds
+    # Environment
+    env_id: str = "HalfCheetah-v4"  # a Gymnasium id; my_package:MyEnv-v0 imports my_package first
+    env_kwargs: JsonDict = field(default_factory=dict)  # arguments of the environment, as JSON
+    max_ep_len: PosInt = 1000  # steps after which an episode is truncated
+    # Training
+    epochs: PosInt = 100  # number of epochs
+    steps_per_epoch: PosInt = 4000  # environment steps per epoch, all ranks together
+    gamma: Unit = 0.99  # discount factor
+    hidden_sizes: Sizes = (256, 256)  # sizes of the hidden layers
+    activation: Literal["tanh", "relu"] = "relu"  # what follows each hidden layer
+    replay_size: PosInt = 1_000_000  # transitions in the replay buffers of all ranks together
+    batch_size: PosInt = 100  # transitions per gradient step, all ranks together
+    start_steps: NonNegInt = 10_000  # first steps, all ranks together: actions uniformly random
+    update_after: PosInt = 1000  # steps before the first update, all ranks together
+    update_every: PosInt = 50  # steps of each rank between updates; then as many gradient steps
+    num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
+    polyak: Unit = 0.995  # how much of the target networks a gradient step keeps
+    # TD3
+    pi_lr: PosFloat = 1e-3  # learning rate of the policy
+    q_lr: PosFloat = 1e-3  # learning rate of the Q functions
+    act_noise: NonNegFloat = 0.1  # standard deviation of the noise on actions in [-1, 1]
+    target_noise: NonNegFloat = (
+        0.2  # standard deviation of the noise on the target policy's actions
+    )
+    noise_clip: NonNegFloat = 0.5  # bound of that noise
+    policy_delay: PosInt = 2  # gradient steps of the Q functions for each one of the policy
+
+
+# Networks -----------------------------------------------------------------------------------------
+
+
+class MLP:
+    """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
+
+    Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
+    the PyTorch script starts from the same numbers.
+    """
+
+    def __init__(self, sizes, activation, rng):
+        self.activation = {"tanh": tf.tanh, "relu": tf.nn.relu}[activation]
+        self.layers = []
+        for i, (fan_in, fan_out) in enumerate(pairwise(sizes)):
+            bound = fan_in**-0.5
+            weight = np.float32(rng.uniform(-bound, bound, (fan_in, fan_out)))
+            bias = np.float32(rng.uniform(-bound, bound, fan_out))
+            weight = tf.get_variable(f"weight_{i}", initializer=weight)
+            self.layers.append((weight, tf.get_variable(f"bias_{i}", initializer=bias)))
+
+    def __call__(self, x):
+        *hidden, (W_out, b_out) = self.layers
+        for W, b in hidden:
+            x = self.activation(x @ W + b)
+        return x @ W_out + b_out
+
+
+class DeterministicActor:
+    """a = tanh(u(s)), so actions lie in [-1, 1]."""
+
+    def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
+        self.net = MLP([obs_dim, *hidden_sizes, act_dim], activation, rng)
+
+    def __call__(self, obs):
+        """obs [B, obs_dim] -> a [B, act_dim]."""
+        return tf.tanh(self.net(obs))
+
+    def outputs(self, obs):
+        """What the SavedModel gives for obs [B, obs_dim]: the action without noise."""
+        return {"act": self(obs)}
+
+
+class TwinQFunction:
+    """Q_1(s, a) and Q_2(s, a), which share nothing."""
+
+    def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
+        with tf.variable_scope("q1"):
+            self.net1 = MLP([obs_dim + act_dim, *hidden_sizes, 1], activation, rng)
+        with tf.variable_scope("q2"):
+            self.net2 = MLP([obs_dim + act_dim, *hidden_sizes, 1], activation, rng)
+
+    def __call__(self, obs, act):
+        """obs [B, obs_dim], act [B, act_dim] -> [B], [B]."""
+        x = tf.concat([obs, act], -1)
+        return self.net1(x)[:, 0], self.net2(x)[:, 0]
+
+
+def actor_critic(obs_dim, act_dim, hidden_sizes, activation, rng):
+    """The policy `pi` and the Q functions `q`."""
+    with tf.variable_scope("pi"):
+        pi = DeterministicActor(obs_dim, act_dim, hidden_sizes, activation, rng)
+    with tf.variable_scope("q"):
+        q = TwinQFunction(obs_dim, act_dim, hidden_sizes, activation, rng)
+    return SimpleNamespace(pi=pi, q=q)
+
+
+def act(policy, o, rng=None):
+    """Choose one action in NumPy: for a single observation, calling a framework is all overhead.
+
+    Args:
+        policy: dict, the contents of policy.npz: `weights` [(W [in, out], b [out]), ...],
+            `activation` and `act_noise`.
+        o: [obs_dim], the observation.
+        rng: numpy.random.Generator of the noise; None for the action without noise.
+
+    Returns:
+        [act_dim] float32 within [-1, 1].
+    """
+    x = np.asarray(o, dtype=np.float32)
+    *hidden, (W_out, b_out) = policy["weights"]
+    for W, b in hidden:
+        x = np.tanh(x @ W + b) if policy["activation"] == "tanh" else np.maximum(x @ W + b, 0)
+    a = np.tanh(x @ W_out + b_out)
+    if rng is None:
+        return a
+    noise = rng.standard_normal(a.shape, dtype=np.float32)
+    return (a + policy["act_noise"] * noise).clip(-1, 1)
+
+
+def to_env(a, space):
+    """The action as the environment takes it: from [-1, 1] to the bounds of each dimension."""
+    a = a.reshape(space.shape)
+    return (space.low + (a + 1) / 2 * (space.high - space.low)).clip(space.low, space.high)
+
+
+# Buffer -------------------------------------------------------------------------------------------
+
+
+class ReplayBuffer:
+    """The newest `size` transitions of this rank, in the rows of one array: o, a, r, o2, d.
+
+    o2 is the observation that followed, not that of a reset. d is 1 only if o2 is terminal, worth
+    0: an episode that was cut, by a time limit or the end of an epoch, goes on in truth.
+    """
+
+    def __init__(self, obs_dim, act_dim, size):
+        widths = [obs_dim, act_dim, 1, obs_dim, 1]
+        self.columns = np.cumsum(widths)[:-1]
+        self.data = np.zeros((size, sum(widths)), dtype=np.float32)  # takes memory as it is written
+        self.count = 0  # transitions ever stored
+        self.saves = [0]  # the count at each save
+
+    def store(self, o, a, r, o2, d):
+        """Add one transition. The action is in [-1, 1], not as rescaled for the environment."""
+        self.data[self.count % len(self.data)] = np.concatenate([o, a, [r], o2, [d]])
+        self.count += 1
+
+    def sample(self, shape, rng):
+        """Draw transitions with replacement, for many gradient steps in one go.
+
+        Returns:
+            obs [*shape, obs_dim], act [*shape, act_dim], rew [*shape], obs2, done [*shape].
+        """
+        rows = self.data[rng.integers(min(self.count, len(self.data)), size=shape)]
+        obs, act, rew, obs2, done = np.split(rows, self.columns, axis=-1)
+        return obs, act, rew[..., 0], obs2, done[..., 0]
+
+    def newest(self, n):
+        """The newest n rows [n, width], oldest first; fewer if there are no more."""
+        n = min(n, self.count, len(self.data))
+        return self.data[np.arange(self.count - n, self.count) % len(self.data)]
+
+    def save(self):
+        """For Logger.save_state: what came since the last save, and how many saves hold it all."""
+        journal = {"count": self.count, "rows": self.newest(self.count - self.saves[-1])}
+        self.saves.append(self.count)
+        return journal, sum(count > self.count - len(self.data) for count in self.saves[1:])
+
+    def load(self, journal):
+        """Restore what `save` returned, a list, oldest first."""
+        for part in journal:
+            start = part["count"] - len(part["rows"])
+            self.data[np.arange(start, part["count"]) % len(self.data)] = part["rows"]
+            self.count = part["count"]
+            self.saves.append(self.count)
+
+
+# Losses -------------------------------------------------------------------------------------------
+
+
+def compute_backup(ac_targ, rew, obs2, done, noise, target_noise, noise_clip, gamma):
+    """y = r + gamma (1 - d) min_i Q_targ,i(s', a') [B]; a' = clip(pi_targ(s') + clipped noise)."""
+    epsilon = tf.clip_by_value(target_noise * noise, -noise_clip, noise_clip)
+    act2 = tf.clip_by_value(ac_targ.pi(obs2) + epsilon, -1, 1)
+    q1_targ, q2_targ = ac_targ.q(obs2, act2)
+    q_targ = tf.minimum(q1_targ, q2_targ)
+    return tf.stop_gradient(rew + gamma * (1 - done) * q_targ)
+
+
+def compute_loss_q(q1, q2, backup):
+    """Mean squared Bellman errors: E[(Q_1(s, a) - y)^2] + E[(Q_2(s, a) - y)^2]; [B] each -> []."""
+    return tf.reduce_mean((q1 - backup) ** 2) + tf.reduce_mean((q2 - backup) ** 2)
+
+
+def compute_loss_pi(ac, obs):
+    """-E[Q_1(s, pi(s))], []."""
+    q1_pi, _ = ac.q(obs, ac.pi(obs))
+    return -tf.reduce_mean(q1_pi)
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+def train(args):
+    """Train a policy.
+
+    Returns:
+        True if the run is finished, False if it was asked to stop before.
+
+    Raises:
+        UsageError: bad input; nothing was written.
+        FloatingPointError: an observation, a reward or a parameter became NaN or infinite.
+    """
+    # Set-up: what cannot work is refused before anything is written.
+    sess = setup_tf1_for_mpi(parallel_ops=True)
+    env, test_env = (make_env(args.env_id, args.env_kwargs, (Box,)) for _ in range(2))
+    obs_dim, action_space = env.observation_space.shape[0], env.action_space
+    act_dim = int(np.prod(action_space.shape))
+    if not action_space.is_bounded():
+        raise UsageError(f"{args.env_id} has actions without bounds: there is no scale to act on")
+    if args.batch_size > args.replay_size:
+        text = f"--batch-size {args.batch_size} is above --replay-size {args.replay_size}"
+        raise UsageError(text)
+    if args.update_after < args.batch_size:
+        text = f"--update-after {args.update_after} is below --batch-size {args.batch_size}"
+        raise UsageError(text)
+    local_steps_per_epoch = rank_share("--steps-per-epoch", args.steps_per_epoch)
+    local_batch_size = rank_share("--batch-size", args.batch_size)
+    local_replay_size = rank_share("--replay-size", args.replay_size)
+    logger = start_run(args, __file__)
+    if logger.finished:
+        return logger.close(clear=True)
+
+    # Networks and optimizers: all ranks start from the same parameters.
+    rng = np.random.default_rng(args.seed)
+    with tf.variable_scope("ac"):
+        ac = actor_critic(obs_dim, act_dim, args.hidden_sizes, args.activation, rng)
+    with tf.variable_scope("ac_targ"):
+        ac_targ = actor_critic(obs_dim, act_dim, args.hidden_sizes, args.activation, rng)
+    ac_vars, targ_vars = tf.trainable_variables("ac/"), tf.trainable_variables("ac_targ/")
+    pi_vars, q_vars = tf.trainable_variables("ac/pi/"), tf.trainable_variables("ac/q/")
+    pi_optimizer = MpiAdamOptimizer(args.pi_lr, name="pi_optimizer")
+    q_optimizer = MpiAdamOptimizer(args.q_lr, name="q_optimizer")
+    buf, updates = ReplayBuffer(obs_dim, act_dim, local_replay_size), 0
+
+    # One gradient step: a graph of its own, from the batch to the new target networks. Variables
+    # change while it runs, so it says what comes first.
+    obs_ph, obs2_ph = (tf.placeholder(tf.float32, [local_batch_size, obs_dim]) for _ in range(2))
+    act_ph = tf.placeholder(tf.float32, [local_batch_size, act_dim])
+    rew_ph, done_ph = (tf.placeholder(tf.float32, [local_batch_size]) for _ in range(2))
+    noise_ph = tf.placeholder(tf.float32, [local_batch_size, act_dim])
+    batch_ph = [obs_ph, act_ph, rew_ph, obs2_ph, done_ph, noise_ph]
+
+    # Q functions: towards what the target networks say of the next state.
+    noise_args = noise_ph, args.target_noise, args.noise_clip
+    backup = compute_backup(ac_targ, rew_ph, obs2_ph, done_ph, *noise_args, args.gamma)
+    q1, q2 = ac.q(obs_ph, act_ph)
+    loss_q = compute_loss_q(q1, q2, backup)
+    train_q = q_optimizer.minimize(loss_q, q_vars)
+    info = {"LossQ": loss_q, "Q1Vals": q1, "Q2Vals": q2}
+
+    # Policy: up the new Q function, which stays as it is.
+    with tf.control_dependencies([train_q]):
+        loss_pi = compute_loss_pi(ac, obs_ph)
+        train_pi = pi_optimizer.minimize(loss_pi, pi_vars)
+
+    # Target networks: a little of the way to the new ones.
+    with tf.control_dependencies([train_pi]):
+        moves = [(1 - args.polyak) * (p - t) for p, t in zip(ac_vars, targ_vars, strict=True)]
+        train_targ = [tf.assign_add(t, move) for t, move in zip(targ_vars, moves, strict=True)]
+    with tf.control_dependencies([train_q]):
+        info_q = {key: tf.identity(value) for key, value in info.items()}
+    with tf.control_dependencies(train_targ):
+        info_all = {key: tf.identity(value) for key, value in {**info, "LossPi": loss_pi}.items()}
+    update_q, update_all = (sess.make_callable(x, batch_ph) for x in (info_q, info_all))
+
+    model_obs = tf.placeholder(tf.float32, [None, obs_dim])
+    model_outputs = ac.pi.outputs(model_obs)
+    targ_is_ac = [tf.assign(t, p) for p, t in zip(ac_vars, targ_vars, strict=True)]
+    sess.run(tf.global_variables_initializer())
+    sess.run(sync_all_params())
+    sess.run(targ_is_ac)
+
+    def update_block(steps, rng):
+        """Many gradient steps; what they draw comes in one go, and what they tell goes in one."""
+        nonlocal updates
+        shape, info = (steps, local_batch_size), defaultdict(list)
+        noise = rng.standard_normal((steps, local_batch_size, act_dim), dtype=np.float32)
+        batches = (*buf.sample(shape, rng), noise)
+        for batch in zip(*batches, strict=True):
+            updates += 1  # over the whole run: the delay goes on from block to block
+            update = update_all if updates % args.policy_delay == 0 else update_q
+            for key, value in update(*batch).items():
+                info[key].append(value)
+        logger.store(**info)
+
+    def policy():
+        arrays = {"weights": sess.run(ac.pi.net.layers), "activation": args.activation}
+        arrays |= {"act_low": action_space.low, "act_high": action_space.high}
+        return arrays | {"distribution": "deterministic", "act_noise": args.act_noise}
+
+    def test(actor, epoch):
+        """Episodes without noise, shared out over the ranks: the i-th is the same on any number."""
+        for i in range(proc_id(), args.num_test_episodes, num_procs()):
+            rng = np.random.default_rng([args.seed, epoch, i + 1])
+            o, _ = test_env.reset(seed=int(rng.integers(2**31)))
+            ended, ep_ret, ep_len = False, 0.0, 0
+            while not ended:
+                o, r, terminated, truncated, _ = test_env.step(to_env(act(actor, o), action_space))
+                ep_ret, ep_len = ep_ret + float(r), ep_len + 1
+                ended = terminated or truncated or ep_len == args.max_ep_len
+            logger.store(TestEpRet=ep_ret, TestEpLen=ep_len)
+
+    # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
+    # is all there is to restore.
+    stateful = {
+        "ac": {p.op.name: p for p in ac_vars},
+        "ac_targ": {p.op.name: p for p in targ_vars},
+        "pi_optimizer": pi_optimizer.variables,
+        "q_optimizer": q_optimizer.variables,
+    }
+    start_epoch, state, journal = logger.load_state()
+    if state is not None:
+        load_variables(sess, stateful, state)
+        buf.load(journal)
+        updates = state["updates"]
+
+    # Main loop: a block of steps, then as many gradient steps as all ranks took together.
+    for epoch in range(start_epoch, args.epochs):
+        rng = np.random.default_rng([args.seed + 10000 * proc_id(), epoch])
+        actor = policy()
+        o, _ = env.reset(seed=int(rng.integers(2**31)))
+        ep_ret, ep_len = 0.0, 0
+
+        for t in logger.progress(local_steps_per_epoch, epoch):
+            local_steps = epoch * local_steps_per_epoch + t  # before this one
+            if local_steps * num_procs() < args.start_steps:
+                a = rng.uniform(-1, 1, act_dim).astype(np.float32)
+            else:
+                a = act(actor, o, rng)
+            o2, r, terminated, truncated, _ = env.step(to_env(a, action_space))
+            buf.store(o, a, r, o2, terminated)
+            o, ep_ret, ep_len = o2, ep_ret + float(r), ep_len + 1
+
+            if terminated or truncated or ep_len == args.max_ep_len:
+                logger.store(EpRet=ep_ret, EpLen=ep_len)
+                o, _ = env.reset()
+                ep_ret, ep_len = 0.0, 0
+
+            local_steps += 1
+            enough = local_steps * num_procs() >= args.update_after
+            if enough and local_steps % args.update_every == 0:
+                update_block(args.update_every * num_procs(), rng)
+                actor = policy()
+
+        test(actor, epoch)
+        state = sess.run(stateful)
+        state["updates"] = updates
+        new = buf.newest(local_steps_per_epoch)
+        check_finite(f"epoch {epoch}", transition=new, parameter=state["ac"])
+
+        # Log and save.
+        logger.log_tabular("Epoch", epoch)
+        logger.log_tabular("EpRet", with_min_and_max=True)
+        logger.log_tabular("TestEpRet", with_min_and_max=True)
+        logger.log_tabular("EpLen", average_only=True)
+        logger.log_tabular("TestEpLen", average_only=True)
+        logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
+        for key in ("Q1Vals", "Q2Vals"):
+            logger.log_tabular(key, with_min_and_max=True)
+        for key in ("LossPi", "LossQ"):
+            logger.log_tabular(key, average_only=True)
+        logger.log_tabular("Time", logger.time())
+        logger.dump_tabular()
+
+        stop = stop_requested()
+        if (epoch + 1) % args.save_freq == 0 or epoch + 1 == args.epochs or stop:
+            save_model(sess, {"obs": model_obs}, model_outputs, logger.output_dir)
+            logger.save_state(policy(), state, *buf.save())
+        if stop:
+            break
+
+    return logger.close(clear=True)
+
+
+# Command line -------------------------------------------------------------------------------------
+
+if __name__ == "__main__":
+    main(train, Args)

@@ -1,0 +1,438 @@
+"""Twin Delayed DDPG, TD3 (Fujimoto et al. 2018, arXiv:1802.09477).
+
+    python algos/td3_torch.py --env-id HalfCheetah-v4
+    mpirun -np 4 python algos/td3_torch.py --env-id Hopper-v4
+
+DDPG's policy exploits every error by which Q is too high. Three answers: the smaller of two Qs
+backs up, the target policy's action is blurred by clipped noise, and the policy and the targets
+move once while the Qs move policy_delay times.
+
+    a'     = clip(pi_targ(s') + clip(sigma noise, -c, c), -1, 1)
+    y      = r + gamma (1 - d) min_i Q_targ,i(s', a')
+    L(Q_i) = E[ (Q_i(s, a) - y)^2 ]        L(pi) = -E[ Q_1(s, pi(s)) ]
+
+Diff me against ddpg_torch.py: the three answers. And sac_torch.py: what entropy changes.
+Diff me against td3_tf1.py: the same algorithm as a TensorFlow 1 graph.
+"""
+
+import copy
+import os
+import sys
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # threads wait 0.1 ms, not 10, before they sleep
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that any directory will do
+
+import numpy as np
+import torch
+from gymnasium.spaces import Box
+from torch import nn
+
+from common import UsageError
+from common.args import JsonDict, NonNegFloat, NonNegInt, PosFloat, PosInt, Sizes, Unit
+from common.cli import main, make_env, stop_requested
+from common.logger import start_run
+from common.mpi_pytorch import (
+    MpiAdamOptimizer,
+    mpi_compile,
+    save_model,
+    setup_pytorch_for_mpi,
+    sync_params,
+    to_arrays,
+    to_tensors,
+)
+from common.mpi_tools import check_finite, num_procs, proc_id, rank_share
+
+# Arguments ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Args:
+    # Experiment
+    exp_name: str | None = None  # name of the experiment; <script>_<env-id> if not given
+    seed: NonNegInt = 0  # random seed; each rank adds 10000 times its number
+    data_dir: str = "data"  # directory that holds the run directories
+    datestamp: bool = False  # put date and time into the run directory's name
+    save_freq: PosInt = 1  # epochs between checkpoints
+    num_cpu: PosInt = 1  # relaunch under mpirun with this many ranks
+    resume: bool = False  # continue the run that the directory holds
+    overwrite: bool = False  # replace the run that the directory holds
+    device: str = "cpu"  # where the networks are trained: cpu, cuda, cuda:1, ...
+    compile: bool = True  # compile the update: a wait at the start, then about twice as fast
+    # Environment
+    env_id: str = "HalfCheetah-v4"  # a Gymnasium id; my_package:MyEnv-v0 imports my_package first
+    env_kwargs: JsonDict = field(default_factory=dict)  # arguments of the environment, as JSON
+    max_ep_len: PosInt = 1000  # steps after which an episode is truncated
+    # Training
+    epochs: PosInt = 100  # number of epochs
+    steps_per_epoch: PosInt = 4000  # environment steps per epoch, all ranks together
+    gamma: Unit = 0.99  # discount factor
+    hidden_sizes: Sizes = (256, 256)  # sizes of the hidden layers
+    activation: Literal["tanh", "relu"] = "relu"  # what follows each hidden layer
+    replay_size: PosInt = 1_000_000  # transitions in the replay buffers of all ranks together
+    batch_size: PosInt = 100  # transitions per gradient step, all ranks together
+    start_steps: NonNegInt = 10_000  # first steps, all ranks together: actions uniformly random
+    update_after: PosInt = 1000  # steps before the first update, all ranks together
+    update_every: PosInt = 50  # steps of each rank between updates; then as many gradient steps
+    num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
+    polyak: Unit = 0.995  # how much of the target networks a gradient step keeps
+    # TD3
+    pi_lr: PosFloat = 1e-3  # learning rate of the policy
+    q_lr: PosFloat = 1e-3  # learning rate of the Q functions
+    act_noise: NonNegFloat = 0.1  # standard deviation of the noise on actions in [-1, 1]
+    target_noise: NonNegFloat = (
+        0.2  # standard deviation of the noise on the target policy's actions
+    )
+    noise_clip: NonNegFloat = 0.5  # bound of that noise
+    policy_delay: PosInt = 2  # gradient steps of the Q functions for each one of the policy
+
+
+# Networks -----------------------------------------------------------------------------------------
+
+
+def mlp(sizes, activation, rng):
+    """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
+
+    Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
+    the TensorFlow script starts from the same numbers.
+    """
+    layers = []
+    for fan_in, fan_out in pairwise(sizes):
+        layer, bound = nn.Linear(fan_in, fan_out), fan_in**-0.5
+        weight = rng.uniform(-bound, bound, (fan_in, fan_out))
+        bias = rng.uniform(-bound, bound, fan_out)
+        layer.load_state_dict({"weight": torch.tensor(weight.T), "bias": torch.tensor(bias)})
+        layers += [layer, {"tanh": nn.Tanh, "relu": nn.ReLU}[activation]()]
+    return nn.Sequential(*layers[:-1])
+
+
+class DeterministicActor(nn.Module):
+    """a = tanh(u(s)), so actions lie in [-1, 1]."""
+
+    def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
+        super().__init__()
+        self.net = mlp([obs_dim, *hidden_sizes, act_dim], activation, rng)
+
+    def forward(self, obs):
+        """obs [B, obs_dim] -> a [B, act_dim]."""
+        return torch.tanh(self.net(obs))
+
+
+class TwinLinear(nn.Module):
+    """Two linear layers as one batched product: [B, in] or [2, B, in] -> [2, B, out]."""
+
+    def __init__(self, layer1, layer2):
+        super().__init__()
+        self.weight = nn.Parameter(torch.stack([layer1.weight.T, layer2.weight.T]).detach())
+        self.bias = nn.Parameter(torch.stack([layer1.bias, layer2.bias])[:, None].detach())
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class TwinQFunction(nn.Module):
+    """Q_1(s, a) and Q_2(s, a), which share nothing but their products."""
+
+    def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
+        super().__init__()
+        q1, q2 = (mlp([obs_dim + act_dim, *hidden_sizes, 1], activation, rng) for _ in range(2))
+        twin = [
+            TwinLinear(a, b) if isinstance(a, nn.Linear) else a for a, b in zip(q1, q2, strict=True)
+        ]
+        self.net = nn.Sequential(*twin)
+
+    def forward(self, obs, act):
+        """obs [B, obs_dim], act [B, act_dim] -> [2, B]."""
+        return self.net(torch.cat([obs, act], -1)).squeeze(-1)
+
+
+def actor_critic(obs_dim, act_dim, hidden_sizes, activation, rng):
+    """The policy `pi` and the Q functions `q`."""
+    pi = DeterministicActor(obs_dim, act_dim, hidden_sizes, activation, rng)
+    q = TwinQFunction(obs_dim, act_dim, hidden_sizes, activation, rng)
+    return nn.ModuleDict({"pi": pi, "q": q})
+
+
+def act(policy, o, rng=None):
+    """Choose one action in NumPy: for a single observation, calling a framework is all overhead.
+
+    Args:
+        policy: dict, the contents of policy.npz: `weights` [(W [in, out], b [out]), ...],
+            `activation` and `act_noise`.
+        o: [obs_dim], the observation.
+        rng: numpy.random.Generator of the noise; None for the action without noise.
+
+    Returns:
+        [act_dim] float32 within [-1, 1].
+    """
+    x = np.asarray(o, dtype=np.float32)
+    *hidden, (W_out, b_out) = policy["weights"]
+    for W, b in hidden:
+        x = np.tanh(x @ W + b) if policy["activation"] == "tanh" else np.maximum(x @ W + b, 0)
+    a = np.tanh(x @ W_out + b_out)
+    if rng is None:
+        return a
+    noise = rng.standard_normal(a.shape, dtype=np.float32)
+    return (a + policy["act_noise"] * noise).clip(-1, 1)
+
+
+def to_env(a, space):
+    """The action as the environment takes it: from [-1, 1] to the bounds of each dimension."""
+    a = a.reshape(space.shape)
+    return (space.low + (a + 1) / 2 * (space.high - space.low)).clip(space.low, space.high)
+
+
+# Buffer -------------------------------------------------------------------------------------------
+
+
+class ReplayBuffer:
+    """The newest `size` transitions of this rank, in the rows of one array: o, a, r, o2, d.
+
+    o2 is the observation that followed, not that of a reset. d is 1 only if o2 is terminal, worth
+    0: an episode that was cut, by a time limit or the end of an epoch, goes on in truth.
+    """
+
+    def __init__(self, obs_dim, act_dim, size):
+        widths = [obs_dim, act_dim, 1, obs_dim, 1]
+        self.columns = np.cumsum(widths)[:-1]
+        self.data = np.zeros((size, sum(widths)), dtype=np.float32)  # takes memory as it is written
+        self.count = 0  # transitions ever stored
+        self.saves = [0]  # the count at each save
+
+    def store(self, o, a, r, o2, d):
+        """Add one transition. The action is in [-1, 1], not as rescaled for the environment."""
+        self.data[self.count % len(self.data)] = np.concatenate([o, a, [r], o2, [d]])
+        self.count += 1
+
+    def sample(self, shape, rng):
+        """Draw transitions with replacement, for many gradient steps in one go.
+
+        Returns:
+            obs [*shape, obs_dim], act [*shape, act_dim], rew [*shape], obs2, done [*shape].
+        """
+        rows = self.data[rng.integers(min(self.count, len(self.data)), size=shape)]
+        obs, act, rew, obs2, done = np.split(rows, self.columns, axis=-1)
+        return obs, act, rew[..., 0], obs2, done[..., 0]
+
+    def newest(self, n):
+        """The newest n rows [n, width], oldest first; fewer if there are no more."""
+        n = min(n, self.count, len(self.data))
+        return self.data[np.arange(self.count - n, self.count) % len(self.data)]
+
+    def save(self):
+        """For Logger.save_state: what came since the last save, and how many saves hold it all."""
+        journal = {"count": self.count, "rows": self.newest(self.count - self.saves[-1])}
+        self.saves.append(self.count)
+        return journal, sum(count > self.count - len(self.data) for count in self.saves[1:])
+
+    def load(self, journal):
+        """Restore what `save` returned, a list, oldest first."""
+        for part in journal:
+            start = part["count"] - len(part["rows"])
+            self.data[np.arange(start, part["count"]) % len(self.data)] = part["rows"]
+            self.count = part["count"]
+            self.saves.append(self.count)
+
+
+# Losses -------------------------------------------------------------------------------------------
+
+
+def compute_backup(ac_targ, rew, obs2, done, noise, target_noise, noise_clip, gamma):
+    """y = r + gamma (1 - d) min_i Q_targ,i(s', a') [B]; a' = clip(pi_targ(s') + clipped noise)."""
+    with torch.no_grad():
+        epsilon = (target_noise * noise).clamp(-noise_clip, noise_clip)
+        act2 = (ac_targ.pi(obs2) + epsilon).clamp(-1, 1)
+        q1_targ, q2_targ = ac_targ.q(obs2, act2)
+        q_targ = torch.min(q1_targ, q2_targ)
+        return rew + gamma * (1 - done) * q_targ
+
+
+def compute_loss_q(q1, q2, backup):
+    """Mean squared Bellman errors: E[(Q_1(s, a) - y)^2] + E[(Q_2(s, a) - y)^2]; [B] each -> []."""
+    return ((q1 - backup) ** 2).mean() + ((q2 - backup) ** 2).mean()
+
+
+def compute_loss_pi(ac, obs):
+    """-E[Q_1(s, pi(s))], []."""
+    q1_pi, _ = ac.q(obs, ac.pi(obs))
+    return -q1_pi.mean()
+
+
+# Training -----------------------------------------------------------------------------------------
+
+
+def train(args):
+    """Train a policy.
+
+    Returns:
+        True if the run is finished, False if it was asked to stop before.
+
+    Raises:
+        UsageError: bad input; nothing was written.
+        FloatingPointError: an observation, a reward or a parameter became NaN or infinite.
+    """
+    # Set-up: what cannot work is refused before anything is written.
+    device = setup_pytorch_for_mpi(args.device)
+    env, test_env = (make_env(args.env_id, args.env_kwargs, (Box,)) for _ in range(2))
+    obs_dim, action_space = env.observation_space.shape[0], env.action_space
+    act_dim = int(np.prod(action_space.shape))
+    if not action_space.is_bounded():
+        raise UsageError(f"{args.env_id} has actions without bounds: there is no scale to act on")
+    if args.batch_size > args.replay_size:
+        text = f"--batch-size {args.batch_size} is above --replay-size {args.replay_size}"
+        raise UsageError(text)
+    if args.update_after < args.batch_size:
+        text = f"--update-after {args.update_after} is below --batch-size {args.batch_size}"
+        raise UsageError(text)
+    local_steps_per_epoch = rank_share("--steps-per-epoch", args.steps_per_epoch)
+    local_batch_size = rank_share("--batch-size", args.batch_size)
+    local_replay_size = rank_share("--replay-size", args.replay_size)
+    logger = start_run(args, __file__)
+    if logger.finished:
+        return logger.close(clear=True)
+
+    # Networks and optimizers: all ranks start from the same parameters.
+    rng = np.random.default_rng(args.seed)
+    ac = actor_critic(obs_dim, act_dim, args.hidden_sizes, args.activation, rng).to(device)
+    sync_params(ac)
+    ac_targ = copy.deepcopy(ac).requires_grad_(False)
+    pi_optimizer = MpiAdamOptimizer(ac.pi.parameters(), args.pi_lr)
+    q_optimizer = MpiAdamOptimizer(ac.q.parameters(), args.q_lr)
+    buf, updates = ReplayBuffer(obs_dim, act_dim, local_replay_size), 0
+
+    def update(obs, act, rew, obs2, done, noise, update_pi):
+        """One gradient step: a graph of its own, from the batch to the new target networks."""
+        # Q functions: towards what the target networks say of the next state.
+        backup = compute_backup(
+            ac_targ, rew, obs2, done, noise, args.target_noise, args.noise_clip, args.gamma
+        )
+        q1, q2 = ac.q(obs, act)
+        loss_q = compute_loss_q(q1, q2, backup)
+        q_optimizer.minimize(loss_q)
+        info = {"LossQ": loss_q, "Q1Vals": q1, "Q2Vals": q2}
+
+        if update_pi:
+            # Policy: up the new Q function, which stays as it is.
+            loss_pi = compute_loss_pi(ac, obs)
+            pi_optimizer.minimize(loss_pi)
+            info["LossPi"] = loss_pi
+
+            # Target networks: a little of the way to the new ones.
+            with torch.no_grad():
+                for p, p_targ in zip(ac.parameters(), ac_targ.parameters(), strict=True):
+                    p_targ.lerp_(p, 1 - args.polyak)
+        return {key: value.detach() for key, value in info.items()}
+
+    if args.compile:
+        # On a GPU a graph is captured and replayed as one; MPI cannot be part of that.
+        capture = device.type == "cuda" and num_procs() == 1
+        update = mpi_compile(update, mode="reduce-overhead" if capture else "default")
+
+    def update_block(steps, rng):
+        """Many gradient steps; what they draw comes in one go, and what they tell goes in one."""
+        nonlocal updates
+        shape, info = (steps, local_batch_size), defaultdict(list)
+        noise = rng.standard_normal((steps, local_batch_size, act_dim), dtype=np.float32)
+        batches = [torch.as_tensor(x, device=device) for x in (*buf.sample(shape, rng), noise)]
+        for batch in zip(*batches, strict=True):
+            updates += 1  # over the whole run: the delay goes on from block to block
+            for key, value in update(*batch, updates % args.policy_delay == 0).items():
+                info[key].append(value.clone())  # the next replay of a CUDA graph overwrites it
+        logger.store(**{key: torch.stack(values).cpu() for key, values in info.items()})
+
+    def policy():
+        layers = [layer for layer in ac.pi.net if isinstance(layer, nn.Linear)]
+        weights = [to_arrays((layer.weight.T, layer.bias)) for layer in layers]
+        arrays = {"weights": weights, "activation": args.activation}
+        arrays |= {"act_low": action_space.low, "act_high": action_space.high}
+        return arrays | {"distribution": "deterministic", "act_noise": args.act_noise}
+
+    def test(actor, epoch):
+        """Episodes without noise, shared out over the ranks: the i-th is the same on any number."""
+        for i in range(proc_id(), args.num_test_episodes, num_procs()):
+            rng = np.random.default_rng([args.seed, epoch, i + 1])
+            o, _ = test_env.reset(seed=int(rng.integers(2**31)))
+            ended, ep_ret, ep_len = False, 0.0, 0
+            while not ended:
+                o, r, terminated, truncated, _ = test_env.step(to_env(act(actor, o), action_space))
+                ep_ret, ep_len = ep_ret + float(r), ep_len + 1
+                ended = terminated or truncated or ep_len == args.max_ep_len
+            logger.store(TestEpRet=ep_ret, TestEpLen=ep_len)
+
+    # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
+    # is all there is to restore.
+    stateful = {"ac": ac, "ac_targ": ac_targ}
+    stateful |= {"pi_optimizer": pi_optimizer, "q_optimizer": q_optimizer}
+    start_epoch, state, journal = logger.load_state()
+    if state is not None:
+        for name, part in stateful.items():
+            part.load_state_dict(to_tensors(state[name]))
+        buf.load(journal)
+        updates = state["updates"]
+
+    # Main loop: a block of steps, then as many gradient steps as all ranks took together.
+    for epoch in range(start_epoch, args.epochs):
+        rng = np.random.default_rng([args.seed + 10000 * proc_id(), epoch])
+        actor = policy()
+        o, _ = env.reset(seed=int(rng.integers(2**31)))
+        ep_ret, ep_len = 0.0, 0
+
+        for t in logger.progress(local_steps_per_epoch, epoch):
+            local_steps = epoch * local_steps_per_epoch + t  # before this one
+            if local_steps * num_procs() < args.start_steps:
+                a = rng.uniform(-1, 1, act_dim).astype(np.float32)
+            else:
+                a = act(actor, o, rng)
+            o2, r, terminated, truncated, _ = env.step(to_env(a, action_space))
+            buf.store(o, a, r, o2, terminated)
+            o, ep_ret, ep_len = o2, ep_ret + float(r), ep_len + 1
+
+            if terminated or truncated or ep_len == args.max_ep_len:
+                logger.store(EpRet=ep_ret, EpLen=ep_len)
+                o, _ = env.reset()
+                ep_ret, ep_len = 0.0, 0
+
+            local_steps += 1
+            enough = local_steps * num_procs() >= args.update_after
+            if enough and local_steps % args.update_every == 0:
+                update_block(args.update_every * num_procs(), rng)
+                actor = policy()
+
+        test(actor, epoch)
+        state = {name: to_arrays(part.state_dict()) for name, part in stateful.items()}
+        state["updates"] = updates
+        new = buf.newest(local_steps_per_epoch)
+        check_finite(f"epoch {epoch}", transition=new, parameter=state["ac"])
+
+        # Log and save.
+        logger.log_tabular("Epoch", epoch)
+        logger.log_tabular("EpRet", with_min_and_max=True)
+        logger.log_tabular("TestEpRet", with_min_and_max=True)
+        logger.log_tabular("EpLen", average_only=True)
+        logger.log_tabular("TestEpLen", average_only=True)
+        logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
+        for key in ("Q1Vals", "Q2Vals"):
+            logger.log_tabular(key, with_min_and_max=True)
+        for key in ("LossPi", "LossQ"):
+            logger.log_tabular(key, average_only=True)
+        logger.log_tabular("Time", logger.time())
+        logger.dump_tabular()
+
+        stop = stop_requested()
+        if (epoch + 1) % args.save_freq == 0 or epoch + 1 == args.epochs or stop:
+            save_model(ac, logger.output_dir)
+            logger.save_state(policy(), state, *buf.save())
+        if stop:
+            break
+
+    return logger.close(clear=True)
+
+
+# Command line -------------------------------------------------------------------------------------
+
+if __name__ == "__main__":
+    main(train, Args)
