@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -23,9 +21,7 @@ def python(cwd, script, *args):
 def test_the_smoke_sweep_runs_plots_and_can_be_watched(tmp_path):
     text = (ROOT / "sweeps" / "smoke.toml").read_text()
     scripts = re.findall(r"algos/(\w+)\.py", text)
-    missing = [script for script in scripts if not (ROOT / "algos" / f"{script}.py").exists()]
-    if missing:
-        pytest.skip(f"waits for {missing[0]}")
+    assert len(scripts) == 12
     for old, new in (
         ("epochs = 4", "epochs = 2"),
         ("steps_per_epoch = 1000", "steps_per_epoch = 600"),
@@ -33,6 +29,8 @@ def test_the_smoke_sweep_runs_plots_and_can_be_watched(tmp_path):
     ):
         assert text.count(old) == 1
         text = text.replace(old, new)
+    # Compiling takes longer than all the rest, and has tests of its own.
+    text += '\n[params.compile]\nvals = false\nscripts = ["*_torch"]\n'
     (tmp_path / "smoke.toml").write_text(text)
 
     done = python(tmp_path, "grid.py", "smoke.toml")
@@ -48,8 +46,8 @@ def test_the_smoke_sweep_runs_plots_and_can_be_watched(tmp_path):
 
     for script in scripts:
         run = tmp_path / "data" / f"smoke_{script}" / f"smoke_{script}_s0"
-        for flags in ([], ["--deterministic"]):
-            done = python(tmp_path, "test_policy.py", run, "--episodes", 1, *flags)
-            assert done.returncode == 0, done.stderr
-            assert f"{script}.py, after epoch 2" in done.stdout
-            assert -2000 < float(done.stdout.split("mean")[1].split()[0]) < 0
+        flags = ["--deterministic"] if script.endswith("torch") else []
+        done = python(tmp_path, "test_policy.py", run, "--episodes", 1, *flags)
+        assert done.returncode == 0, done.stderr
+        assert f"{script}.py, after epoch 2" in done.stdout
+        assert -2000 < float(done.stdout.split("mean")[1].split()[0]) < 0
