@@ -201,7 +201,10 @@ class Logger:
         path = self.output_dir / "config.json"
         if self.resume and path.exists():
             old = read_json(path)
-            status = read_json(self.output_dir / "status.json")
+            try:
+                status = read_json(self.output_dir / "status.json")
+            except FileNotFoundError:  # killed right after config.json was written
+                status = {"status": "running", "epoch": 0}
             self.finished = status["status"] == "finished" and self.epochs <= status["epoch"]
             self.epoch = status["epoch"]
             fixed = (set(args) | {"script", "ranks"}) - FREE_TO_CHANGE
