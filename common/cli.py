@@ -98,7 +98,7 @@ def main(train, Args):
         # Without an abort the other ranks would wait for this one for ever.
         where = f" on rank {proc_id()} of {num_procs()}" if num_procs() > 1 else ""
         print(f"{script}: failed{where}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        logger.mark("failed", f"{type(e).__name__}: {e}{where}")
+        logger.mark("failed", f"{type(e).__name__}: {e}")
         mpi_abort(1)
     if not finished:
         sys.exit(128 + (_stop_signal or signal.SIGTERM))

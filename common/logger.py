@@ -4,6 +4,7 @@
 readers' own tools read ours. All methods are called by all ranks together; rank 0 writes.
 """
 
+import contextlib
 import fcntl
 import importlib.metadata
 import os
@@ -94,7 +95,9 @@ def start_run(args, script):
 def mark(status, error=None):
     """Write down how the open run ended, from any rank; nothing happens if none is open."""
     if _open_logger is not None:
-        _open_logger.write_status(status, error)
+        # The disk may be what failed: then the way out must not fail too.
+        with contextlib.suppress(OSError):
+            _open_logger.write_status(status, error)
 
 
 class Logger:
@@ -198,7 +201,10 @@ class Logger:
         path = self.output_dir / "config.json"
         if self.resume and path.exists():
             old = read_json(path)
-            status = read_json(self.output_dir / "status.json")
+            try:
+                status = read_json(self.output_dir / "status.json")
+            except FileNotFoundError:  # killed right after config.json was written
+                status = {"status": "running", "epoch": 0}
             self.finished = status["status"] == "finished" and self.epochs <= status["epoch"]
             self.epoch = status["epoch"]
             fixed = (set(args) | {"script", "ranks"}) - FREE_TO_CHANGE
@@ -254,7 +260,11 @@ class Logger:
         """Print a line, on rank 0."""
         if proc_id() == 0:
             tty = sys.stdout.isatty()
-            tqdm.write(colorize(message, color) if color and tty else message, file=sys.stdout)
+            try:
+                tqdm.write(colorize(message, color) if color and tty else message, file=sys.stdout)
+                sys.stdout.flush()
+            except BrokenPipeError:  # whoever read the output has left; the run goes on unseen
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def progress(self, steps, epoch):
         """Iterate over `range(steps)`, with a bar on rank 0 where there is a terminal."""

@@ -1,5 +1,6 @@
 """PyTorch's half of the MPI helpers, and tensors to arrays and back for checkpoints."""
 
+import io
 import os
 import shutil
 from pathlib import Path
@@ -155,7 +156,9 @@ def save_model(module, output_dir):
     if proc_id() == 0:
         path = Path(output_dir, "torch_save", "model.pt")
         path.parent.mkdir(exist_ok=True)
-        write_atomically(path, lambda f: torch.save(module.state_dict(), f))
+        buffer = io.BytesIO()  # torch.save hides a full disk behind an error of its own
+        torch.save(module.state_dict(), buffer)
+        write_atomically(path, lambda f: f.write(buffer.getvalue()))
 
 
 def to_arrays(tree):

@@ -150,15 +150,18 @@ def check_finite(when, **values):
         values: a number, an array, or a dict of arrays, by name.
 
     Raises:
-        FloatingPointError: on every rank, naming the value and the first rank that holds it.
+        FloatingPointError: on every rank, naming the first of the values that is bad on any rank,
+            and the first such rank: a bad reward of one rank makes all ranks' parameters bad.
     """
-    bad = ""
+    bad = []
     for name, value in values.items():
         arrays = value.values() if isinstance(value, dict) else [value]
-        if not bad and not all(np.isfinite(a).all() for a in arrays):
-            bad = name
+        if not all(np.isfinite(a).all() for a in arrays):
+            bad.append(name)
     if mpi_op(float(bool(bad)), "MAX"):
-        rank, name = next((i, b) for i, b in enumerate(allgather(bad)) if b)
+        by_rank = allgather(bad)
+        name = next(name for name in values if any(name in names for names in by_rank))
+        rank = next(rank for rank, names in enumerate(by_rank) if name in names)
         raise FloatingPointError(f"{name} is NaN or infinite on rank {rank} in {when}")
 
 

@@ -67,7 +67,8 @@ def write_atomically(path, write):
         write: called with a binary file open for writing.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.tmp")
+    # Ranks that fail together may write one file at once: each has a temporary name of its own.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as f:
             write(f)

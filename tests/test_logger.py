@@ -218,6 +218,15 @@ def test_resume_drops_rows_without_checkpoint(tmp_path):
     assert list(pd.read_csv(logger.output_dir / "progress.txt", sep="\t").Epoch) == [0, 1]
 
 
+def test_killed_before_the_first_status(tmp_path):
+    logger = start(tmp_path)
+    (logger.output_dir / "status.json").unlink()
+    logger.close_lock()
+    logger = start(tmp_path, resume=True)
+    assert logger.load_state() == (0, None, []) and not logger.finished
+    logger.close()
+
+
 def test_one_process_at_a_time(tmp_path):
     logger = start(tmp_path)
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom common.logger import *\n"

@@ -1,0 +1,276 @@
+"""What all six on-policy scripts promise: GAE, learning, exact resume, ranks that agree, saves."""
+
+import json
+
+import gymnasium as gym
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import ROOT, load_script, mpi, progress, run, run_dir
+
+from common.checkpoint import tree_from_bytes
+from common.mpi_tf1 import tf
+
+SCRIPTS = [
+    f"{algo}_{framework}" for algo in ("vpg", "trpo", "ppo") for framework in ("torch", "tf1")
+]
+OTHERS = [s for s in SCRIPTS if s != "ppo_torch"]  # ppo_torch has tests of its own
+SMALL = ["--env-id", "CartPole-v1", "--steps-per-epoch", 400, "--train-v-iters", 5]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("gamma, lam", [(0.99, 0.97), (0.9, 0.0), (1.0, 1.0)])
+def test_gae_against_a_direct_sum(script, gamma, lam):
+    """A_t is the sum of (gamma lam)^k delta_t+k to the path's end, and R_t the discounted rewards.
+
+    Three paths: one that ends in a terminal state (worth 0, whatever V says of it), one that was
+    truncated, and one that the end of the epoch cuts.
+    """
+    rng = np.random.default_rng(0)
+    size, ends, terminated = 30, [11, 12, 30], [True, False, False]
+    buf = load_script(script).GAEBuffer(3, gym.spaces.Discrete(2), size, gamma, lam)
+    v = lambda obs: obs @ np.float32([1, -2, 0.5])  # noqa: E731
+    for epoch in range(2):  # a second epoch, since the buffer is used again
+        obs, rew = rng.normal(size=(size, 3)), rng.normal(size=size)
+        last = rng.normal(size=(3, 3))
+        for t in range(size):
+            buf.store(obs[t], t % 2, rew[t])
+            if t + 1 in ends:
+                i = ends.index(t + 1)
+                buf.finish_path(last[i], terminated[i])
+        adv, ret = np.zeros(size), np.zeros(size)
+        for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            values = np.append(v(obs[start:end]), 0 if terminated[i] else v(last[i]))
+            rewards = rew[start:end]
+            delta = rewards + gamma * values[1:] - values[:-1]
+            n = end - start
+            for t in range(n):
+                adv[start + t] = sum((gamma * lam) ** k * delta[t + k] for k in range(n - t))
+                ret[start + t] = sum(gamma**k * rewards[t + k] for k in range(n - t))
+                ret[start + t] += gamma ** (n - t) * values[-1]
+        got_obs, got_act, got_adv, got_ret, got_val = buf.get(v)
+        np.testing.assert_allclose(got_obs, obs, rtol=1e-6)
+        assert got_act.tolist() == [t % 2 for t in range(size)]
+        np.testing.assert_allclose(got_adv, (adv - adv.mean()) / adv.std(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(got_ret, ret, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(got_val, v(obs), rtol=1e-4, atol=1e-5)
+
+
+FAST = ["--seed", 0, "--steps-per-epoch", 1000, "--epochs", 25, "--hidden-sizes", 32, 32]
+FAST += ["--train-v-iters", 20, "--vf-lr", 1e-2]
+RATES = {"vpg": ["--pi-lr", 1e-2], "trpo": [], "ppo": ["--pi-lr", 1e-3]}
+
+
+def best_epoch(tmp_path, script, env_id):
+    """(mean return of the first epoch, the best epoch's) in 25000 steps."""
+    rates = RATES[script.split("_")[0]]
+    run(script, "--env-id", env_id, *FAST, *rates, "--data-dir", tmp_path)
+    table = progress(run_dir(tmp_path, f"{script}_{env_id}"))
+    return table.AverageEpRet[0], table.AverageEpRet.max()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_learns_discrete_actions(tmp_path, script):
+    """CartPole-v1: 475 counts as solved, 500 is the most there is, chance is about 20."""
+    first, best = best_epoch(tmp_path, script, "CartPole-v1")
+    assert first < 50 and best >= 475
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_learns_continuous_actions(tmp_path, script):
+    """InvertedPendulum-v4: 1000 is the most, chance is about 10; VPG is the slowest by far."""
+    first, best = best_epoch(tmp_path, script, "InvertedPendulum-v4")
+    assert first < 20 and best >= (100 if script.startswith("vpg") else 900)
+
+
+def rank_states(directory):
+    """What the newest checkpoint holds of each of two ranks."""
+    newest = sorted(directory.glob("checkpoint/epoch_*"))[-1]
+    return [tree_from_bytes((newest / f"rank_{i}.npz").read_bytes()) for i in (0, 1)]
+
+
+def leaves(tree):
+    """The arrays and numbers in nested dicts and lists, in order."""
+    if isinstance(tree, dict | list):
+        parts = tree.values() if isinstance(tree, dict) else tree
+        return [leaf for part in parts for leaf in leaves(part)]
+    return [tree]
+
+
+@pytest.mark.parametrize("script", OTHERS)
+def test_two_ranks_agree_and_resume_exactly(tmp_path, script):
+    """Stopped after two epochs of four and resumed, with two ranks: the same table and policy."""
+    source = f"""
+from conftest import load_script
+script = load_script("{script}")
+for name, epochs, resume in (("whole", 4, False), ("parts", 2, False), ("parts", 4, True)):
+    args = script.Args(env_id="CartPole-v1", steps_per_epoch=400, train_v_iters=5)
+    args.exp_name, args.epochs, args.resume = name, epochs, resume
+    assert script.train(args)
+"""
+    mpi(tmp_path, source, 2, cwd=tmp_path, env={"PYTHONPATH": str(ROOT / "tests")})
+    whole, parts = (run_dir(tmp_path / "data", name) for name in ("whole", "parts"))
+    assert len(progress(whole)) == 4
+    pd.testing.assert_frame_equal(progress(whole), progress(parts), check_exact=True)
+
+    # Parameters and optimizers are the same on both ranks, and in both runs.
+    first, *others = [leaves(s["script"]) for s in rank_states(whole) + rank_states(parts)]
+    assert sum(np.size(x) for x in first) > 10000
+    for other in others:
+        assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_tf1_resumes_in_a_new_process(tmp_path):
+    """The same from the command line: nothing of the first process's graph is needed."""
+    flags = [*SMALL, "--data-dir", tmp_path, "--exp-name"]
+    run("ppo_tf1", *flags, "whole", "--epochs", 4)
+    run("ppo_tf1", *flags, "parts", "--epochs", 2)
+    run("ppo_tf1", *flags, "parts", "--epochs", 4, "--resume")
+    tables = [progress(run_dir(tmp_path, name)) for name in ("whole", "parts")]
+    pd.testing.assert_frame_equal(*tables, check_exact=True)
+
+
+SAVES = [
+    ("ppo_tf1", "CartPole-v1", 2),
+    ("trpo_tf1", "Pendulum-v1", 1),
+    ("vpg_tf1", "Pendulum-v1", 1),
+]
+
+
+@pytest.mark.parametrize("script, env_id, ranks", SAVES)
+def test_saved_model_acts_as_policy_npz(tmp_path, script, env_id, ranks):
+    """tf1_save/ loads into a session of its own, by names, and gives what the NumPy actor uses."""
+    flags = ["--env-id", env_id, *SMALL[2:], "--epochs", 2, "--save-freq", 1]
+    result = run(script, *flags, "--data-dir", tmp_path, "--exp-name", "saved", ranks=ranks)
+    assert result.stderr == ""  # TensorFlow is quiet
+    directory = run_dir(tmp_path, "saved")
+    with np.load(directory / "policy.npz", allow_pickle=False) as policy:
+        layers = [(policy[f"weight_{i}"], policy[f"bias_{i}"]) for i in range(3)]
+        log_std = policy.get("log_std")
+    obs = np.random.default_rng(0).normal(size=(10, len(layers[0][0]))).astype(np.float32)
+    x = obs
+    for i, (W, b) in enumerate(layers):
+        x = x @ W + b if i == 2 else np.tanh(x @ W + b)
+    with tf.Graph().as_default(), tf.Session() as sess:
+        model = tf.saved_model.load(sess, [tf.saved_model.SERVING], str(directory / "tf1_save"))
+        signature = model.signature_def["serving_default"]
+        inputs = {name: info.name for name, info in signature.inputs.items()}
+        outputs = {name: info.name for name, info in signature.outputs.items()}
+        got = sess.run(outputs, {inputs["obs"]: obs})
+    assert got["v"].shape == (10,)
+    np.testing.assert_allclose(got["mu" if log_std is not None else "logits"], x, atol=1e-5)
+    if log_std is not None:
+        np.testing.assert_array_equal(got["log_std"], log_std)
+
+
+@pytest.mark.parametrize("script", ["trpo_torch", "vpg_tf1"])
+def test_nan_stops_all_ranks_and_keeps_the_last_good_checkpoint(tmp_path, script):
+    """A reward that is NaN on the second rank, in the third epoch, makes every rank's V NaN."""
+    (tmp_path / "nan_env.py").write_text(NAN_ENV)
+    flags = ["--env-id", "nan_env:NaN-v0", *SMALL[2:], "--epochs", 5, "--save-freq", 1]
+    flags += ["--data-dir", tmp_path, "--exp-name", "nan"]
+    result = run(script, *flags, ranks=2, check=False, env={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode
+    assert "reward is NaN or infinite on rank 1 in epoch 2" in result.stderr
+    directory = run_dir(tmp_path, "nan")
+    status = json.loads((directory / "status.json").read_text())
+    assert status["status"] == "failed" and "reward" in status["error"]
+    assert len(progress(directory)) == 2
+    saved = rank_states(directory)[0]["script"]["ac"]
+    assert all(np.isfinite(x).all() for x in saved.values())
+
+
+NAN_ENV = """
+import gymnasium as gym
+import numpy as np
+from common.mpi_tools import proc_id
+
+class NaN(gym.Env):
+    observation_space = gym.spaces.Box(-1, 1, (3,))
+    action_space = gym.spaces.Box(-1, 1, (2,))
+    steps = 0
+
+    def reset(self, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        self.steps += 1
+        bad = proc_id() == 1 and self.steps == 2 * 200 + 50
+        done = self.steps % 20 == 0
+        return self.observation_space.sample(), np.nan if bad else 1.0, done, False, {}
+
+gym.register("NaN-v0", NaN)
+"""
+
+
+def test_tf1_helpers_over_ranks(tmp_path):
+    """sync_params gives every rank rank 0's numbers; gradients are averaged; Adam stays in step."""
+    source = """
+import numpy as np
+from common.mpi_tf1 import *
+from common.mpi_tools import allgather, proc_id, num_procs
+sess = setup_tf1_for_mpi()
+rank = proc_id()
+a = tf.get_variable("a", initializer=np.full((2, 3), rank, np.float32))
+b = tf.get_variable("b", initializer=np.float32(10 + rank))
+optimizer = MpiAdamOptimizer(0.1)
+loss = tf.reduce_sum(a * (rank + 1.0)) + b * b * rank
+grads = optimizer.compute_gradients(loss, [a, b])
+step = optimizer.apply_gradients(grads)
+sess.run(tf.global_variables_initializer())
+sess.run(sync_params([a]))
+assert (sess.run(a) == 0).all() and sess.run(b) == 10 + rank, "only a is synced"
+sess.run(sync_all_params())
+assert sess.run(b) == 10
+g_a, g_b = sess.run([g for g, _ in grads])
+n = num_procs()
+assert np.allclose(g_a, np.mean(np.arange(n) + 1)) and g_a.shape == (2, 3)
+assert np.isclose(g_b, 2 * 10 * np.mean(np.arange(n)))
+for _ in range(5):
+    sess.run(step)
+values = allgather(sess.run([a, b]))
+assert all((x[0] == values[0][0]).all() and x[1] == values[0][1] for x in values)
+assert np.isclose(values[0][0], -0.5).all()  # Adam's steps on a constant gradient
+flat = tf.placeholder(tf.float32, [7])
+sess.run(assign_params_from_flat(flat, [a, b]), {flat: np.arange(7)})
+assert sess.run(a).tolist() == [[0, 1, 2], [3, 4, 5]] and sess.run(b) == 6
+assert sess.run(flat_concat([a, b])).tolist() == list(range(7))
+print("passed")
+"""
+    for ranks in (1, 3):
+        assert mpi(tmp_path, source, ranks).stdout.count("passed") == ranks
+
+
+def test_tf1_state_is_restored(tmp_path):
+    """load_variables puts back what sess.run returned, the optimizer's moments included."""
+    source = """
+import numpy as np
+from common.mpi_tf1 import *
+sess = setup_tf1_for_mpi()
+x = tf.get_variable("x", initializer=np.float32([1, 2]))
+optimizer = MpiAdamOptimizer(0.1)
+step = optimizer.minimize(tf.reduce_sum(x**4), [x])
+tree = {"net": {"x": x}, "optimizer": optimizer.variables}
+sess.run(tf.global_variables_initializer())
+for _ in range(3):
+    sess.run(step)
+saved = sess.run(tree)
+path = []
+for _ in range(2):
+    load_variables(sess, tree, saved)
+    path.append([sess.run((step, x))[1] for _ in range(4)] + [sess.run(x)])
+    assert not np.array_equal(sess.run(x), saved["net"]["x"])
+assert np.array_equal(*path)
+assert saved["optimizer"]["adam/step"] == 3
+"""
+    mpi(tmp_path, source, 1)
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.endswith("tf1")])
+def test_tf1_scripts_do_without_keras_and_eager_code(script):
+    text = (ROOT / "algos" / f"{script}.py").read_text() + (ROOT / "common/mpi_tf1.py").read_text()
+    assert "keras" not in text and "tf.layers" not in text and "tf.function" not in text
+    assert "import tensorflow as tf" not in text and "tf.random" not in text
+    load_script(script)
+    assert not tf.executing_eagerly()

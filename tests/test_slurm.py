@@ -1,0 +1,175 @@
+"""grid.py --slurm: the files of a job array, and a real Slurm where one answers (.ci/slurm.sh)."""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmark import grid
+from common import UsageError
+
+FAKE = ROOT / "tests" / "fake_script.py"
+GRID = ROOT / "benchmark" / "grid.py"
+
+
+@functools.cache
+def slurm_answers():
+    if not shutil.which("sinfo"):
+        return False
+    try:
+        words = ["sinfo", "--noheader", "--format=%t"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10)
+    except subprocess.TimeoutExpired:
+        return False
+    return any(state in done.stdout for state in ("idle", "mix", "alloc"))
+
+
+needs_slurm = pytest.mark.skipif(
+    not slurm_answers(), reason="no Slurm answers here; as root on Debian, .ci/slurm.sh starts one"
+)
+
+
+def write_sweep(directory, params="", slurm="", num_cpu=2):
+    # The job's name is the directory's own: another test's jobs are not in its way.
+    name = "".join(c for c in directory.name if c.isalnum())
+    (directory / "sweep.toml").write_text(
+        f'name = "{name}"\nscript = "{FAKE}"\nnum_cpu = {num_cpu}\n'
+        f"[params]\n{params}\n[slurm]\n{slurm}\n"
+    )
+    return name
+
+
+def submit(directory, *args, **env):
+    return subprocess.run(
+        [sys.executable, str(GRID), "sweep.toml", "--slurm", *args],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **env},
+    )
+
+
+def wait_until(condition, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.2)
+
+
+def queued(name):
+    words = ["squeue", "--noheader", f"--name={name}", "--format=%i %T"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.splitlines()
+
+
+def status(run):
+    try:
+        return json.loads((run / "status.json").read_text())["status"]
+    except FileNotFoundError:
+        return None
+
+
+def returns(run):
+    return [line.split("\t")[1] for line in (run / "progress.txt").read_text().splitlines()[1:]]
+
+
+def test_job_files(tmp_path):
+    slurm = 'partition = "gpu"\ntime = "1-00:00:00"\nmem = "4G"\ncpus_per_rank = 2\nsignal = 300\n'
+    slurm += 'max_running = 10\ndirectives = ["--account=rl"]\nsetup = ["module load gcc"]'
+    name = write_sweep(tmp_path, "seed = [0, 1, 2]", slurm, num_cpu=4)
+    done = submit(tmp_path, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for expected in [
+        *("#!/bin/bash", f"#SBATCH --job-name={name}", "#SBATCH --array=1-3%10"),
+        *("#SBATCH --ntasks=4", "#SBATCH --cpus-per-task=2", "#SBATCH --requeue"),
+        *("#SBATCH --signal=B:USR1@300", "#SBATCH --partition=gpu", "#SBATCH --time=1-00:00:00"),
+        *("#SBATCH --mem=4G", "#SBATCH --account=rl", "module load gcc"),
+    ]:
+        assert expected in lines
+    assert sum(line.startswith("exec ") and "mpirun -np 4" in line for line in lines) == 3
+    assert os.listdir(tmp_path) == ["sweep.toml"]
+    job = done.stdout[done.stdout.index("#!/bin/bash") : done.stdout.index("# ", 200)]
+    assert subprocess.run(["bash", "-n"], input=job, text=True).returncode == 0
+
+
+def test_srun_instead_of_mpirun(tmp_path):
+    write_sweep(tmp_path, "", 'launcher = "srun"')
+    text = submit(tmp_path, "--dry-run").stdout
+    assert "exec srun --mpi=pmi2 --ntasks=2 " in text and "mpirun -np" not in text
+
+
+def test_runs_of_an_array_have_the_same_number_of_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)), raising=False)
+    g = grid.ExperimentGrid("x")
+    g.add("steps_per_epoch", [12, 7])  # 4 ranks and 1
+    with pytest.raises(UsageError, match="num_cpu"):
+        grid.run_sweep(grid.Sweep(g, str(FAKE), num_cpu="auto"), dry_run=True, use_slurm=True)
+
+
+def test_without_slurm(tmp_path):
+    write_sweep(tmp_path)
+    done = submit(tmp_path, PATH=os.path.dirname(sys.executable))
+    assert done.returncode == 2
+    assert (
+        done.stderr == "grid.py: error: --slurm needs Slurm's sbatch, and there is none on PATH\n"
+    )
+    assert not list(tmp_path.glob("data/*"))
+
+
+@needs_slurm
+@pytest.mark.parametrize("launcher", ["mpirun", "srun"])
+def test_a_job_array_is_warned_requeued_and_resumed(tmp_path, launcher):
+    tmp_path = tmp_path / "a path"
+    tmp_path.mkdir()
+    params = "seed = [0, 1]\nepochs = 12\nepoch_seconds = 0.2"
+    name = write_sweep(tmp_path, params, f'launcher = "{launcher}"\ntime = 5')
+    done = submit(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "submitted job" in done.stdout and "2 of 2 runs" in done.stdout
+    job = done.stdout.split("submitted job ")[1].split(",")[0]
+    again = submit(tmp_path)
+    assert again.returncode == 2 and "in the queue already" in again.stderr
+
+    # Slurm's warning before the time limit is this signal, to this shell.
+    runs = [tmp_path / "data" / name / f"{name}_s{seed}" for seed in (0, 1)]
+    wait_until(lambda: (runs[0] / "progress.txt").exists() and len(returns(runs[0])) > 1)
+    subprocess.run(["scancel", "--batch", "--signal=USR1", f"{job}_1"], check=True)
+    wait_until(lambda: f"{job}_1 PENDING" in queued(name))
+    assert status(runs[0]) == "interrupted" and 2 <= len(returns(runs[0])) < 12
+
+    wait_until(lambda: not queued(name))
+    for seed, run in enumerate(runs):
+        assert status(run) == "finished"
+        assert returns(run) == [str(100 * seed + k) for k in range(1, 13)]
+        assert json.loads((run / "config.json").read_text())["ranks"] == 2
+    assert (runs[0] / "launch.log").read_text().count("Slurm job") == 2
+    assert "nothing to submit" in submit(tmp_path).stdout
+
+
+@needs_slurm
+def test_a_failed_task_is_not_requeued_and_is_submitted_again_on_request(tmp_path):
+    name = write_sweep(tmp_path, "fail_at = 1")
+    assert submit(tmp_path).returncode == 0
+    wait_until(lambda: not queued(name))
+    assert status(tmp_path / "data" / name / f"{name}_s0") == "failed"
+    assert "nothing to submit" in submit(tmp_path).stdout
+    assert "1 of 1 runs" in submit(tmp_path, "--retry-failed").stdout
+    wait_until(lambda: not queued(name))
+
+
+@needs_slurm
+def test_what_sbatch_refuses_is_one_line(tmp_path):
+    write_sweep(tmp_path, "", 'partition = "nowhere"')
+    done = submit(tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("grid.py: error: sbatch: ") and done.stderr.count("\n") == 1
+    assert "partition" in done.stderr

@@ -1,0 +1,53 @@
+"""sweeps/smoke.toml, shortened: all twelve scripts through grid.py, plot.py and test_policy.py."""
+
+import csv
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python(cwd, script, *args):
+    return subprocess.run(
+        [sys.executable, str(ROOT / "benchmark" / script), *map(str, args)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_smoke_sweep_runs_plots_and_can_be_watched(tmp_path):
+    text = (ROOT / "sweeps" / "smoke.toml").read_text()
+    scripts = re.findall(r"algos/(\w+)\.py", text)
+    assert len(scripts) == 12
+    for old, new in (
+        ("epochs = 4", "epochs = 2"),
+        ("steps_per_epoch = 1000", "steps_per_epoch = 600"),
+        ("vals = 1000", "vals = 300"),
+    ):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    # Compiling takes longer than all the rest, and has tests of its own.
+    text += '\n[params.compile]\nvals = false\nscripts = ["*_torch"]\n'
+    (tmp_path / "smoke.toml").write_text(text)
+
+    done = python(tmp_path, "grid.py", "smoke.toml")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"smoke: {len(scripts)} runs, {len(scripts)} finished, in" in done.stdout
+
+    done = python(tmp_path, "plot.py", "data/smoke_", "--out", "smoke.png", "--csv", "smoke.csv")
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    with open(tmp_path / "smoke.csv", newline="") as f:
+        rows = [r for r in csv.DictReader(f) if r["TotalEnvInteracts"] == "1200"]
+    assert sorted(f"{r['algo']}_{r['framework']}" for r in rows) == sorted(scripts)
+    assert all(-2000 < float(r["mean"]) < 0 for r in rows)  # Pendulum's returns
+
+    for script in scripts:
+        run = tmp_path / "data" / f"smoke_{script}" / f"smoke_{script}_s0"
+        flags = ["--deterministic"] if script.endswith("torch") else []
+        done = python(tmp_path, "test_policy.py", run, "--episodes", 1, *flags)
+        assert done.returncode == 0, done.stderr
+        assert f"{script}.py, after epoch 2" in done.stdout
+        assert -2000 < float(done.stdout.split("mean")[1].split()[0]) < 0

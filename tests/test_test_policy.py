@@ -1,0 +1,333 @@
+"""benchmark/test_policy.py: actions against a computation of their own, files, environments."""
+
+import io
+import itertools
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from benchmark import test_policy as tp
+from common import UsageError
+
+PROGRAM = ROOT / "benchmark" / "test_policy.py"
+LOW, HIGH = np.float32([-1, 0, -3]), np.float32([1, 5, 7])
+
+
+def arrays(sizes, distribution, activation="tanh", seed=0, **more):
+    rng = np.random.default_rng(seed)
+    out = {"activation": activation, "distribution": distribution, "epoch": 7, **more}
+    for i, (a, b) in enumerate(itertools.pairwise(sizes)):
+        out[f"weight_{i}"] = rng.normal(size=(a, b)).astype(np.float32)
+        out[f"bias_{i}"] = rng.normal(size=b).astype(np.float32)
+    return out
+
+
+def write_run(directory, policy, env_id, **config):
+    directory.mkdir(parents=True)
+    config = {"env_id": env_id, "env_kwargs": {}, "max_ep_len": 50, "script": "x.py", **config}
+    (directory / "config.json").write_text(json.dumps(config))
+    np.savez(directory / "policy.npz", **policy)
+    return directory
+
+
+def load(tmp_path, policy):
+    np.savez(tmp_path / "policy.npz", **policy)
+    return tp.load_policy(tmp_path / "policy.npz")
+
+
+def output(policy, o):
+    """The network's output in float64, layer by layer."""
+    x, n = np.asarray(o, np.float64), sum(k.startswith("weight_") for k in policy)
+    for i in range(n):
+        x = np.einsum("i,io->o", x, policy[f"weight_{i}"].astype(float)) + policy[f"bias_{i}"]
+        if i < n - 1:
+            x = np.tanh(x) if policy["activation"] == "tanh" else np.where(x > 0, x, 0)
+    return x
+
+
+def command_line(*args, **env):
+    return subprocess.run(
+        [sys.executable, str(PROGRAM), *map(str, args)],
+        capture_output=True,
+        text=True,
+        env={**{k: v for k, v in os.environ.items() if k != "DISPLAY"}, **env},
+    )
+
+
+# ------------------------------------------------------------------------------------------ acting
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_categorical(tmp_path, activation):
+    saved = arrays([4, 8, 3], "categorical", activation)
+    policy, o = load(tmp_path, saved), [0.3, -0.2, 0.1, 0.5]
+    logits = output(saved, o)
+    rng = np.random.default_rng(0)
+    assert tp.act(policy, o, rng, deterministic=True) == np.argmax(logits)
+    p = np.exp(logits - logits.max())
+    counts = np.bincount([tp.act(policy, o, rng) for _ in range(8000)], minlength=3) / 8000
+    np.testing.assert_allclose(counts, p / p.sum(), atol=0.02)
+
+
+def test_gaussian(tmp_path):
+    log_std = np.float32([-1, 0, -2])
+    bounds = {"act_low": np.float32([-9] * 3), "act_high": np.float32([9] * 3)}
+    saved = arrays([4, 8, 3], "gaussian", log_std=log_std, **bounds)
+    policy, o, rng = load(tmp_path, saved), [0.3, -0.2, 0.1, 0.5], np.random.default_rng(0)
+    mu = output(saved, o)
+    np.testing.assert_allclose(tp.act(policy, o, rng, True), mu, rtol=1e-5)
+    sample = np.array([tp.act(policy, o, rng) for _ in range(8000)])
+    np.testing.assert_allclose(sample.mean(0), mu, atol=0.05)
+    np.testing.assert_allclose(sample.std(0), np.exp(log_std), rtol=0.05)
+    policy["act_low"], policy["act_high"] = mu + 0.1, mu + 0.2
+    np.testing.assert_allclose(tp.act(policy, o, rng, True), mu + 0.1, rtol=1e-5)
+
+
+def test_deterministic_with_noise(tmp_path):
+    saved = arrays([4, 8, 3], "deterministic", "relu", act_low=LOW, act_high=HIGH, act_noise=0.01)
+    policy, o, rng = load(tmp_path, saved), [0.1, 0, 0.1, 0], np.random.default_rng(0)
+    policy["layers"][1][0][:] *= 0.1  # away from the bounds, where noise is clipped
+    saved["weight_1"] = saved["weight_1"] * 0.1
+    a = np.tanh(output(saved, o))
+    expected = [-1 + (a[0] + 1), (a[1] + 1) * 2.5, -3 + (a[2] + 1) * 5]
+    np.testing.assert_allclose(tp.act(policy, o, rng, True), expected, rtol=1e-5, atol=1e-5)
+    sample = np.array([tp.act(policy, o, rng) for _ in range(4000)])
+    np.testing.assert_allclose(sample.std(0), 0.01 * (HIGH - LOW) / 2, rtol=0.1)
+
+
+def test_squashed_gaussian(tmp_path):
+    saved = arrays([4, 8, 6], "squashed_gaussian", "relu", act_low=LOW, act_high=HIGH)
+    saved["bias_1"][3:] = [-1, -3, 50]  # the last is clipped to 2
+    saved["weight_1"][:, 3:] = 0
+    policy, o, rng = load(tmp_path, saved), [0.1, 0.2, 0.1, 0], np.random.default_rng(0)
+    mu = output(saved, o)[:3]
+    expected = LOW + (np.tanh(mu) + 1) / 2 * (HIGH - LOW)
+    np.testing.assert_allclose(tp.act(policy, o, rng, True), expected, rtol=1e-4, atol=1e-4)
+    policy["act_low"], policy["act_high"] = np.float32([-1] * 3), np.float32([1] * 3)
+    sample = np.array([tp.act(policy, o, rng) for _ in range(8000)])
+    noise = rng.standard_normal((200_000, 3))
+    truth = np.tanh(mu + np.exp([-1, -3, 2]) * noise)
+    np.testing.assert_allclose(sample.mean(0), truth.mean(0), atol=0.04)
+    np.testing.assert_allclose(sample.std(0), truth.std(0), atol=0.03)
+
+
+# ------------------------------------------------------------------------------------ environments
+
+
+def test_returns_are_those_of_the_environment(tmp_path):
+    """CartPole under a policy that always pushes right, against the same in a loop of its own."""
+    import gymnasium as gym
+
+    policy = arrays([4, 2], "categorical")
+    policy["weight_0"][:] = 0
+    policy["bias_0"][:] = [0, 100]
+    run = write_run(tmp_path / "run", policy, "CartPole-v1")
+    env, expected = gym.make("CartPole-v1"), []
+    for i in range(3):
+        env.reset(seed=5 if i == 0 else None)
+        steps = 1
+        while not env.step(1)[2]:
+            steps += 1
+        expected.append(steps)
+    done = command_line(run, "--episodes", 3, "--seed", 5)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [float(line.split()[3]) for line in lines[1:4]] == expected
+    assert f"mean {np.mean(expected):.3f}   std {np.std(expected):.3f}" in lines[-1]
+    assert "after epoch 7" in lines[0]
+
+
+@pytest.mark.parametrize("distribution", ["gaussian", "deterministic", "squashed_gaussian"])
+def test_box_actions_and_the_saved_configuration(tmp_path, distribution):
+    more = {"act_low": np.float32([-2]), "act_high": np.float32([2])}
+    more |= {"gaussian": {"log_std": np.float32([0])}, "deterministic": {"act_noise": 0.1}}.get(
+        distribution, {}
+    )
+    sizes = [3, 8, 2 if distribution == "squashed_gaussian" else 1]
+    run = write_run(
+        tmp_path / "run",
+        arrays(sizes, distribution, **more),
+        "Pendulum-v1",
+        env_kwargs={"g": 0.0},
+        max_ep_len=30,
+    )
+    assert tp.make_env(tp.read_config(run)).unwrapped.g == 0.0
+    texts = [command_line(run, "-n", 2, *flags).stdout for flags in (["-d"], ["-d"], [])]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].count("length    30") == 2
+    assert command_line(run, "-n", 1, "--len", 0).stdout.count("length   200") == 1
+
+
+def test_neither_torch_nor_tensorflow_is_imported(tmp_path):
+    run = write_run(tmp_path / "run", arrays([4, 2], "categorical"), "CartPole-v1")
+    code = (
+        f"import sys\nsys.argv = ['x', {str(run)!r}, '-n', '1']\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from benchmark import test_policy\ntest_policy.main()\n"
+        "assert not {'torch', 'tensorflow', 'tensorboard'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_earlier_save_by_its_epoch(tmp_path):
+    run = write_run(tmp_path / "run", arrays([4, 2], "categorical"), "CartPole-v1")
+    np.savez(run / "policy_000003.npz", **{**arrays([4, 2], "categorical", seed=1), "epoch": 3})
+    assert "after epoch 3" in command_line(run, "-n", 1, "--itr", 3).stdout
+    assert "after epoch 7" in command_line(run, "-n", 1).stdout
+    done = command_line(run, "--itr", 5)
+    assert done.returncode == 2 and "there are: 3, 7" in done.stderr
+
+
+def test_video(tmp_path):
+    """Hopper, drawn without a display, if this machine can."""
+    more = {"act_low": -np.ones(3, np.float32), "act_high": np.ones(3, np.float32)}
+    policy = arrays([11, 3], "gaussian", log_std=np.zeros(3, np.float32), **more)
+    run = write_run(tmp_path / "hopper_s0", policy, "Hopper-v4", max_ep_len=10)
+    done = command_line(run, "-n", 2, "--video", tmp_path / "videos")
+    if done.returncode == 2:
+        assert "apt-get install" in done.stderr and done.stderr.count("\n") == 1
+        pytest.skip(f"no rendering on this machine: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    videos = sorted((tmp_path / "videos").glob("*.mp4"))
+    assert [v.name for v in videos] == [f"hopper_s0-episode-{i}.mp4" for i in range(2)]
+    from moviepy import VideoFileClip
+
+    with VideoFileClip(str(videos[0])) as clip:
+        frame = clip.get_frame(0)
+        assert clip.n_frames >= 5 and frame.std() > 10  # a picture, not a blank
+
+
+def test_rendering_that_cannot_work_says_what_to_install(tmp_path):
+    more = {"act_low": -np.ones(3, np.float32), "act_high": np.ones(3, np.float32)}
+    policy = arrays([11, 3], "gaussian", log_std=np.zeros(3, np.float32), **more)
+    run = write_run(tmp_path / "run", policy, "Hopper-v4")
+    done = command_line(run, "--video", tmp_path / "videos", MUJOCO_GL="glfw")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "apt-get install libegl1" in done.stderr
+    assert not (tmp_path / "videos").exists()
+    if sys.platform == "linux":
+        done = command_line(run, "--render")
+        assert done.returncode == 2 and "--video" in done.stderr
+
+
+# ------------------------------------------------------------------------------------------- files
+
+
+def npz_with(name, data, compression=zipfile.ZIP_STORED):
+    """A whole policy with one more member."""
+    file = io.BytesIO()
+    np.savez(file, **arrays([4, 2], "categorical"))
+    with zipfile.ZipFile(file, "a", compression) as archive:
+        archive.writestr(name, data)
+    return file.getvalue()
+
+
+class Planted:
+    """Unpickling it creates a file."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path(os.environ["PLANTED"]),))
+
+
+def planted_array():
+    file = io.BytesIO()
+    np.save(file, np.array([Planted()], dtype=object), allow_pickle=True)
+    return file.getvalue()
+
+
+def header(shape, dtype="<f4"):
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": dtype, "fortran_order": False, "shape": shape}
+    )
+    return file.getvalue()
+
+
+def test_hostile_files_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PLANTED", str(tmp_path / "executed"))
+    zeros = np.zeros(50_000_000, np.float32)
+    bomb = io.BytesIO()
+    np.savez_compressed(bomb, weight_0=zeros)
+    hostile = {
+        "pickle": pickle.dumps(Planted()),
+        "object array": npz_with("x.npy", planted_array()),
+        "pickle in zip": npz_with("x.npy", pickle.dumps(Planted())),
+        "bomb": bomb.getvalue(),
+        "absurd shape": npz_with("x.npy", header((10**12, 10**6))),
+        "wrapping shape": npz_with("x.npy", header((2**40, 2**40))),
+        "npy": header((4,)) + bytes(16),
+        "empty": b"",
+        "cut": npz_with("x.npy", header((4,)) + bytes(16))[:-60],
+    }
+    for name, data in hostile.items():
+        path = tmp_path / "policy.npz"
+        path.write_bytes(data)
+        with pytest.raises(UsageError, match="no policy"):
+            print(name, tp.load_policy(path))
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"bias_1": None}, "bias_1"),
+        ({"weight_0": np.zeros((4, 7), np.float32)}, "layer 0"),
+        ({"weight_1": np.zeros((9, 1), np.float32), "bias_1": np.zeros(1, np.float32)}, "layer 1"),
+        ({"bias_0": np.zeros(8)}, "layer 0"),
+        ({"bias_0": np.full(8, np.nan, np.float32)}, "not finite"),
+        ({"activation": "gelu"}, "gelu"),
+        ({"distribution": "beta"}, "beta"),
+        ({"log_std": None}, "log_std"),
+        ({"log_std": np.zeros(2, np.float32)}, "log_std"),
+        ({"distribution": None}, "distribution"),
+    ],
+)
+def test_files_that_hold_no_policy(tmp_path, change, word):
+    more = {"act_low": np.float32([-2]), "act_high": np.float32([2]), "log_std": np.float32([0])}
+    policy = {**arrays([4, 8, 1], "gaussian", **more), **change}
+    with pytest.raises(UsageError, match=word):
+        load(tmp_path, {k: v for k, v in policy.items() if v is not None})
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["missing"], "missing"),
+        (["nested"], "did you mean nested/run"),
+        (["unknown"], "NoSuchEnv"),
+        (["other"], "4 observations"),
+        (["actions"], "3 actions"),
+        (["broken"], "config.json"),
+        (["nothing"], "has not saved a policy"),
+        (["run", "--episodes", "0"], "--episodes"),
+        (["run", "--episodes", "many"], "--episodes"),
+        (["run", "--len", "-1"], "--len"),
+        (["run", "--render", "--video", "x"], "--video"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, word):
+    monkeypatch.chdir(tmp_path)
+    good = arrays([4, 2], "categorical")
+    write_run(Path("run"), good, "CartPole-v1")
+    write_run(Path("nested/run"), good, "CartPole-v1")
+    write_run(Path("unknown"), good, "NoSuchEnv-v0")
+    write_run(Path("other"), good, "Acrobot-v1")
+    write_run(Path("actions"), arrays([4, 3], "categorical"), "CartPole-v1")
+    (write_run(Path("broken"), good, "CartPole-v1") / "config.json").write_text("{")
+    (write_run(Path("nothing"), good, "CartPole-v1") / "policy.npz").unlink()
+    with pytest.raises(SystemExit) as stopped:
+        tp.main(args)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("test_policy.py: error: ") and said.count("\n") == 1
+    assert word in said

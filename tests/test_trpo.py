@@ -1,0 +1,169 @@
+"""TRPO's parts against what they approximate: dense matrices, direct solvers, other libraries."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import load_script, progress, run, run_dir
+
+from common.mpi_tf1 import setup_tf1_for_mpi, tf
+
+trpo, trpo_tf1 = load_script("trpo_torch"), load_script("trpo_tf1")
+SPACES = {"box": gym.spaces.Box(-1, 1, (2,)), "discrete": gym.spaces.Discrete(3)}
+
+
+def network(space):
+    """A small policy and observations [20, 4]."""
+    ac = trpo.actor_critic(4, SPACES[space], (6, 5), "tanh", np.random.default_rng(0))
+    obs = torch.as_tensor(np.random.default_rng(1).normal(size=(20, 4)), dtype=torch.float32)
+    return ac.pi, obs
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_kl_against_torch_distributions(space):
+    """KL(old || new), not the other way round, in both frameworks."""
+    rng = np.random.default_rng(0)
+    if space == "box":
+        old, new = [
+            [rng.normal(size=(20, 2)).astype(np.float32), rng.normal(size=2).astype(np.float32)]
+            for _ in range(2)
+        ]
+        p, q = [
+            torch.distributions.Normal(*map(torch.as_tensor, (mu, np.exp(s))))
+            for mu, s in (old, new)
+        ]
+        wanted = torch.distributions.kl_divergence(p, q).sum(-1).mean().item()
+        actor, actor_tf1 = trpo.GaussianActor, trpo_tf1.GaussianActor
+    else:
+        logits = [torch.as_tensor(rng.normal(size=(20, 3)), dtype=torch.float32) for _ in range(2)]
+        old, new = [[torch.log_softmax(x, -1).numpy()] for x in logits]
+        p, q = [torch.distributions.Categorical(logits=x) for x in logits]
+        wanted = torch.distributions.kl_divergence(p, q).mean().item()
+        actor, actor_tf1 = trpo.CategoricalActor, trpo_tf1.CategoricalActor
+    tensors = [[torch.as_tensor(x) for x in dist] for dist in (old, new)]
+    assert actor.kl(None, *tensors).item() == pytest.approx(wanted, rel=1e-5)
+    sess = setup_tf1_for_mpi()
+    kl = sess.run(actor_tf1.kl(None, *[[tf.constant(x) for x in dist] for dist in (old, new)]))
+    assert kl == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_fisher_product_against_dense_matrices(space):
+    """Against the KL's Hessian, written out row by row, and the Fisher matrix by its definition.
+
+    The definition, E over actions of grad log pi grad log pi^T, knows nothing of the KL: for a
+    Gaussian it is J^T diag(1 / sigma^2) J for the mean's Jacobian J and 2 for each log_std; for a
+    categorical distribution J^T (diag(p) - p p^T) J for the logits' Jacobian.
+    """
+    pi, obs = network(space)
+    params = list(pi.parameters())
+    with torch.no_grad():
+        old = [x.clone() for x in pi.dist(obs)]
+    grad_kl = trpo.flat_grad(pi.kl(old, pi.dist(obs)), params, create_graph=True)
+    N = len(grad_kl)
+    hessian = torch.stack([trpo.flat_grad(g, params, retain_graph=True) for g in grad_kl]).numpy()
+
+    by_definition = np.zeros((N, N))
+    for o in obs:
+        out = pi.net(o)
+        J = torch.stack([flat_jacobian_row(y, params) for y in out]).numpy().astype(np.float64)
+        if space == "box":
+            C = np.diag(np.exp(-2 * pi.log_std.detach().numpy()))
+        else:
+            p = torch.softmax(out, -1).detach().numpy()
+            C = np.diag(p) - np.outer(p, p)
+        by_definition += J.T @ C @ J / len(obs)
+    if space == "box":
+        by_definition[:2, :2] += 2 * np.eye(2)  # log_std comes first among the parameters
+    np.testing.assert_allclose(hessian, by_definition, rtol=0, atol=1e-5 * np.abs(hessian).max())
+
+    rng = np.random.default_rng(2)
+    for _ in range(5):
+        x = rng.normal(size=N)
+        product = trpo.fisher_product(grad_kl, params, torch.as_tensor(x, dtype=torch.float32))
+        wanted = by_definition @ x
+        np.testing.assert_allclose(product, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+def flat_jacobian_row(y, params):
+    grads = torch.autograd.grad(y, params, retain_graph=True, allow_unused=True)
+    return torch.cat(
+        [
+            (torch.zeros_like(p) if g is None else g).ravel()
+            for g, p in zip(grads, params, strict=True)
+        ]
+    )
+
+
+@pytest.mark.parametrize("n", [1, 7, 30])
+def test_conjugate_gradient_against_a_direct_solve(n):
+    rng = np.random.default_rng(n)
+    root = rng.normal(size=(n, n))
+    A, b = root @ root.T + np.eye(n), rng.normal(size=n)
+    x = trpo.conjugate_gradient(lambda v: A @ v, b, 2 * n)
+    np.testing.assert_allclose(x, np.linalg.solve(A, b), rtol=1e-6, atol=1e-9)
+    # Every iteration comes closer, in the norm of A.
+    exact = np.linalg.solve(A, b)
+    errors = [trpo.conjugate_gradient(lambda v: A @ v, b, k) - exact for k in range(n)]
+    norms = [e @ A @ e for e in errors]
+    assert norms == sorted(norms, reverse=True)
+
+
+def test_conjugate_gradient_has_no_way_to_fail():
+    """b = 0, a matrix with a negative direction, and NaN end it; none raises or warns."""
+    zero = np.zeros(3)
+    with np.errstate(all="raise"):
+        assert (trpo.conjugate_gradient(lambda v: v, zero, 10) == 0).all()
+        indefinite = np.diag([1.0, -1.0, 0.0])
+        x = trpo.conjugate_gradient(lambda v: indefinite @ v, np.array([1.0, 2, 3]), 10)
+        assert np.isfinite(x).all()
+        assert (trpo.conjugate_gradient(lambda v: v * np.nan, np.ones(3), 10) == 0).all()
+
+
+def test_natural_step_uses_up_the_kl():
+    """1/2 s^T H s is delta, and s points along H^-1 g: the maximum of g^T s within that KL."""
+    rng = np.random.default_rng(0)
+    root, g = rng.normal(size=(6, 6)), rng.normal(size=6)
+    H = root @ root.T + np.eye(6)
+    step = trpo.natural_step(lambda v: H @ v, g, 0.01, 20)
+    assert 0.5 * step @ H @ step == pytest.approx(0.01)
+    x = np.linalg.solve(H, g)
+    assert step @ x == pytest.approx(np.linalg.norm(step) * np.linalg.norm(x))
+    others = rng.normal(size=(1000, 6))
+    others *= np.sqrt(0.02 / np.einsum("ni,ij,nj->n", others, H, others))[:, None]
+    assert (others @ g <= step @ g).all()
+
+
+def test_natural_step_without_a_direction_is_zero():
+    with np.errstate(all="raise"):
+        assert (trpo.natural_step(lambda v: v, np.zeros(3), 0.01, 10) == 0).all()
+        assert (trpo.natural_step(lambda v: -v, np.ones(3), 0.01, 10) == 0).all()
+        assert (trpo.natural_step(lambda v: v, np.full(3, np.nan), 0.01, 10) == 0).all()
+
+
+def train(tmp_path, script, *flags, ranks=1):
+    """The table of a few short epochs."""
+    name = "_".join(map(str, [script, ranks, *flags]))
+    flags = ["--env-id", "CartPole-v1", "--epochs", 4, "--steps-per-epoch", 600, *flags]
+    flags += ["--train-v-iters", 5, "--data-dir", tmp_path, "--exp-name", name]
+    run(script, *flags, ranks=ranks)
+    return progress(run_dir(tmp_path, name))
+
+
+@pytest.mark.parametrize("script, ranks", [("trpo_torch", 2), ("trpo_tf1", 1)])
+def test_line_search(tmp_path, script, ranks):
+    """Where the quadratic model overshoots, shorter steps are tried until one keeps to the KL."""
+    overshoots = ["--damping-coeff", 0.001, "--delta", 1]
+    table = train(tmp_path, script, *overshoots, ranks=ranks)
+    taken = table.BacktrackIters < 10
+    assert ((table.BacktrackIters > 0) & taken).any()
+    assert (table.KL <= 1).all() and (table.DeltaLossPi[taken] < 0).all()
+
+    # Where one try is not enough, the old policy stays, to the last bit.
+    table = train(tmp_path, script, *overshoots, "--backtrack-iters", 1, ranks=ranks)
+    failed = table.BacktrackIters == 1
+    assert failed.any() and (table.KL[failed] == 0).all() and (table.DeltaLossPi[failed] == 0).all()
+
+    # The natural policy gradient takes the step as it is.
+    table = train(tmp_path, script, *overshoots, "--algo", "npg", ranks=ranks)
+    assert (table.BacktrackIters == 0).all() and (table.KL > 1).any()
