@@ -203,7 +203,7 @@ class ReplayBuffer:
 
     def store(self, o, a, r, o2, d):
         """Add one transition. The action is in [-1, 1], not as rescaled for the environment."""
-        self.data[self.count % len(self.data)] = np.concatenate([o, a, [r], o2, [d]])
+        self.data[self.count % len(self.data)] = np.concatenate([o, a, [float(r)], o2, [d]])
         self.count += 1
 
     def sample(self, shape, rng):
