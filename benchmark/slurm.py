@@ -139,9 +139,16 @@ def submit(runs, name, table, data_dir, retry_failed=False, dry_run=False):
             todo.append(run)
     if len({run.num_cpu for run in todo}) > 1:
         raise UsageError("the runs of a job array need the same number of ranks: set num_cpu")
+    # Runs that are at work are not left to do: what is queued comes before what is left.
+    if not dry_run and shutil.which("sbatch"):
+        queued = _slurm("squeue", "--noheader", "--me", f"--name={name}", "--format=%i").split()
+        if queued:
+            raise UsageError(f"{name} is in the queue already: job {' '.join(queued)}")
     if not todo:
         return f"{name}: nothing to submit, no run is left to do"
     directory = Path(data_dir, f"slurm_{name}", time.strftime("%Y-%m-%d_%H-%M-%S")).absolute()
+    while directory.exists():  # submitted twice within a second
+        directory = directory.with_name(directory.name + "+")
     if set(str(directory)) & set('%"$`\\\n'):
         raise UsageError(f"this path would confuse Slurm or its shell: {directory}")
     files = job_files(todo, name, table, directory)
@@ -149,9 +156,6 @@ def submit(runs, name, table, data_dir, retry_failed=False, dry_run=False):
         return "\n".join(f"# {directory / file}\n{text}" for file, text in files.items())
     if not shutil.which("sbatch"):
         raise UsageError("--slurm needs Slurm's sbatch, and there is none on PATH")
-    queued = _slurm("squeue", "--noheader", "--me", f"--name={name}", "--format=%i").split()
-    if queued:
-        raise UsageError(f"{name} is in the queue already: job {' '.join(queued)}")
     directory.mkdir(parents=True)
     for file, text in files.items():
         (directory / file).write_text(text, encoding="utf-8")

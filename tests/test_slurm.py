@@ -128,7 +128,7 @@ def test_without_slurm(tmp_path):
 @needs_slurm
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])
 def test_a_job_array_is_warned_requeued_and_resumed(tmp_path, launcher):
-    tmp_path = tmp_path / "a path"
+    tmp_path = tmp_path / f"a path {launcher}"
     tmp_path.mkdir()
     params = "seed = [0, 1]\nepochs = 12\nepoch_seconds = 0.2"
     name = write_sweep(tmp_path, params, f'launcher = "{launcher}"\ntime = 5')
