@@ -27,13 +27,15 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+import gymnasium as gym
 import pandas as pd
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 PATH = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 
-# What a peer runs: the same environment, its own defaults, one update per step where that applies.
+# What a peer runs: the same environment; PPO with its own defaults, off-policy algorithms with our
+# networks, our fixed alpha and one update per step, so that both do the same work.
 PEER = """
 import sys, time, warnings
 warnings.filterwarnings("ignore")
@@ -41,9 +43,12 @@ module, algo, env_id, steps, batch_size = sys.argv[1:]
 import importlib
 Algo = getattr(importlib.import_module(module), algo.upper())
 off_policy = algo in ("ddpg", "td3", "sac")
-kwargs = dict(train_freq=1, gradient_steps=1, learning_starts=100) if off_policy else {}
-if off_policy and int(batch_size):
-    kwargs["batch_size"] = int(batch_size)
+kwargs = {}
+if off_policy:
+    kwargs |= dict(train_freq=1, gradient_steps=1, learning_starts=100, batch_size=int(batch_size))
+    kwargs |= dict(policy_kwargs=dict(net_arch=[256, 256]))
+if algo == "sac":
+    kwargs |= dict(ent_coef=0.2)
 if module == "stable_baselines3":
     kwargs["device"] = "cpu"
 model = Algo("MlpPolicy", env_id, seed=0, **kwargs)
@@ -61,7 +66,7 @@ class Args:
     env_id: str = "HalfCheetah-v4"  # environment
     epochs: int = 6  # epochs of 4000 steps per run; the first one warms up
     pairs: int = 3  # how often the two are run in turn
-    batch_size: int = 0  # of off-policy algorithms; each one's default, if 0
+    batch_size: int = 100  # of off-policy algorithms
     peer_python: str = sys.executable  # interpreter that has the peers installed
 
 
@@ -74,7 +79,7 @@ def train(script, args, ranks=1, flags=(), data_dir=None, epochs=None):
         command += ["--data-dir", data_dir or temporary, *flags]
         if off_policy(script):
             command += ["--start-steps", "1000", "--num-test-episodes", "1"]
-            command += ["--batch-size", str(args.batch_size)] if args.batch_size else []
+            command += ["--batch-size", str(args.batch_size)]
         start = time.perf_counter()
         env = {**os.environ, "PATH": PATH}
         subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
@@ -103,6 +108,50 @@ def in_turn(names, runs, pairs):
     ratios = [a / b for a, b in rates]
     spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
     print(f"{names[0]} / {names[1]}: median {median(ratios):.2f}, {spread}")
+    return [median(column) for column in zip(*rates, strict=True)]
+
+
+def matmul_floor(algo, args):
+    """Milliseconds that the matrix products of one update take by themselves: no loop is faster.
+
+    Of one update per environment step, with 256x256 networks; TD3's policy counts every other step.
+    """
+    import torch
+
+    env = gym.make(args.env_id)
+    o, a, B = env.observation_space.shape[0], env.action_space.shape[0], args.batch_size
+    pi = [(o, 256), (256, 256), (256, 2 * a if algo == "sac" else a)]
+    q = [(o + a, 256), (256, 256), (256, 1)] * (1 if algo == "ddpg" else 2)
+    first_q = q if algo == "sac" else q[:3]  # whose value the policy climbs
+
+    def products(layers, forward=True, weights=False, inputs=()):
+        shapes = [(B, i, o) for i, o in layers] if forward else []
+        shapes += [(i, B, o) for i, o in layers] if weights else []
+        return shapes + [(B, o, i) for i, o in inputs]
+
+    inner = [layer for layer in q if layer[0] == 256]
+    q_step = products(pi) + products(q) + products(q, weights=True, inputs=inner)
+    pi_step = products(pi, weights=True, inputs=pi[1:]) + products(first_q, inputs=first_q)
+
+    def milliseconds(shapes):
+        pairs = [(torch.randn(m, k), torch.randn(k, n)) for m, k, n in shapes]
+        times = []
+        for _ in range(50):
+            start = time.perf_counter()
+            for x, y in pairs:
+                x @ y
+            times.append(time.perf_counter() - start)
+        return 1000 * median(times)
+
+    return milliseconds(q_step) + milliseconds(pi_step) / (2 if algo == "td3" else 1)
+
+
+def print_floor(names, rates, args):
+    """The floor beside what each of them takes for an environment step with its update."""
+    floor = matmul_floor(names[0].split("_")[0], args)
+    for name, rate in zip(names, rates, strict=True):
+        print(f"  {name}: {1000 / rate:.2f} ms a step, {1000 / rate / floor:.2f} times", end=" ")
+        print(f"the matrix products of its update alone, {floor:.2f} ms")
 
 
 def peer_rate(module, script, args):
@@ -165,9 +214,9 @@ def profile(script, args):
                 watch.spent["update"] = watch.spent.get("update", 0.0) + seconds
             return log_tabular(key, *columns, **options)
 
-        def timed_close():
+        def timed_close(**options):
             marks["end"] = time.perf_counter()
-            return close()
+            return close(**options)
 
         logger.progress, logger.close = timed_progress, timed_close
         logger.log_tabular = watch.wrap("logging", timed_tabular)
@@ -209,7 +258,8 @@ if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
     script = args.scripts[0]
     shutil.which("mpirun", path=PATH) or sys.exit("speed.py needs mpirun on PATH")
-    print(f"{args.what} {' '.join(args.scripts)}, {args.env_id}, {os.cpu_count()} cores")
+    batch = f", batch size {args.batch_size}" if off_policy(script) else ""
+    print(f"{args.what} {' '.join(args.scripts)}, {args.env_id}{batch}, {os.cpu_count()} cores")
     if args.what == "profile":
         profile(script, args)
     elif args.what == "compile":
@@ -218,9 +268,13 @@ if __name__ == "__main__":
         runs = [lambda n=n: rate(train(script, args, n)[0]) for n in (2, 1)]
         in_turn(["2 ranks", "1 rank"], runs, args.pairs)
     elif args.what == "pair":
-        runs = [lambda name=name: rate(train(name, args)[0]) for name in args.scripts]
-        in_turn(args.scripts, runs, args.pairs)
+        names = args.scripts
+        runs = [lambda name=name: rate(train(name, args)[0]) for name in names]
+        rates = in_turn(names, runs, args.pairs)
     else:
         module = {"sb3": "stable_baselines3", "sbx": "sbx"}[args.what]
         runs = [lambda: rate(train(script, args)[0]), lambda: peer_rate(module, script, args)]
-        in_turn([script, args.what], runs, args.pairs)
+        names = [script, args.what]
+        rates = in_turn(names, runs, args.pairs)
+    if args.what in ("pair", "sb3", "sbx") and off_policy(script):
+        print_floor(names, rates, args)
