@@ -19,7 +19,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ROOT, command, load_script, progress, run, run_dir
+from conftest import ROOT, command, load_script, mpi, progress, run, run_dir
 
 from common import UsageError
 from common.checkpoint import tree_from_bytes
@@ -48,8 +48,8 @@ def flags(script, **more):
     words = []
     for name, value in settings(script, **more).items():
         flag = name.replace("_", "-")
-        if value is False:
-            words.append(f"--no-{flag}")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
         else:
             value = json.dumps(value) if isinstance(value, dict) else value
             words += [f"--{flag}", *(value if isinstance(value, tuple) else [value])]
@@ -154,6 +154,7 @@ TWO_RANKS = {
         ((0, "rollout", "full_disk"), None),
         ((0, "save", "sigusr1"), None),
         ((0, "rollout", "sigterm_twice"), None),
+        ((0, "rollout", "sigint"), None),
     ],
 }
 ONE_RANK = {
@@ -383,6 +384,58 @@ def test_actions_without_bounds(tmp_path, script):
 # Checkpoints and directories ----------------------------------------------------------------------
 
 
+def test_killed_at_every_step_of_a_save(tmp_path):
+    """kill -9 before each call that changes the disk, cleaning up included: the checkpoint that
+    loads is whole, the one before or the new one, with its journal; and the next save succeeds."""
+    source = """
+import os, signal
+import numpy as np
+from common.checkpoint import Checkpointer
+
+def save(directory, epoch):
+    saver = Checkpointer(directory)
+    saver.load()
+    saver.save(epoch, {"t": np.full(9, epoch)}, {"row": np.full(9, epoch)}, journal_parts=2)
+
+def check(directory, *epochs):
+    epoch, state, journal = Checkpointer(directory).load()
+    assert epoch in epochs and (state["t"] == epoch).all(), epoch
+    assert [part["row"].tolist() for part in journal] == [[epoch - 1] * 9, [epoch] * 9]
+    return epoch
+
+def dying(real):
+    def call(*args, **kwargs):
+        calls.append(real)
+        if len(calls) > deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    return call
+
+deaths = 0
+while True:
+    directory, calls = f"saves_{deaths}", []
+    for epoch in (1, 2, 3):
+        save(directory, epoch)
+    child = os.fork()
+    if child == 0:
+        for name in ("mkdir", "fsync", "replace", "rename", "unlink", "rmdir"):
+            setattr(os, name, dying(getattr(os, name)))
+        save(directory, 4)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status == 0:
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    epoch = check(directory, 3, 4)
+    save(directory, epoch + 1)
+    check(directory, epoch + 1)
+    deaths += 1
+print("deaths:", deaths)
+"""
+    out = mpi(tmp_path, source, 1, cwd=tmp_path).stdout
+    assert int(out.split("deaths:")[1]) >= 12
+
+
 @pytest.mark.parametrize("script, other", [("sac_torch", "td3_torch"), ("trpo_tf1", "vpg_tf1")])
 def test_what_may_change_on_resume(tmp_path, script, other, monkeypatch, capsys):
     """Epochs, as long as there are checkpoints, and then exactly; nothing that touches the numbers;
@@ -497,17 +550,31 @@ def test_nothing_but_a_place_for_the_data(tmp_path, script):
     assert len(progress(run_dir(here, "run"))) == 2
 
 
-@pytest.mark.parametrize("script, ranks", [("ppo_torch", 1), ("sac_torch", 2)])
-def test_a_closed_pipe(tmp_path, script, ranks):
+def test_a_closed_pipe(tmp_path):
     """`| head -1` takes the output away; the run goes on. So it does if the names that it prints
     are not in the output's encoding."""
     here = tmp_path / "Übung №1"
-    words = command(script, *flags(script, data_dir=here, exp_name="run", epochs=4), ranks=ranks)
-    words = ["bash", "-o", "pipefail", "-c", '"$@" | head -1', "bash", *words]
-    env = {**os.environ, **ODD, "PYTHONIOENCODING": "ascii"}
-    result = subprocess.run(words, env=env, check=True, capture_output=True, timeout=100)
-    assert result.stdout.endswith(b"run_s0\n") and not result.stderr
+    words = command("sac_torch", *flags("sac_torch", data_dir=here, exp_name="run", epochs=4))
+    result = piped_to_head(words, {"PYTHONIOENCODING": "ascii"})
+    assert result.returncode == 0 and not result.stderr
+    assert result.stdout.endswith(b"run_s0\n")
     assert len(progress(run_dir(here, "run"))) == 4
+
+
+def test_a_closed_pipe_of_mpirun(tmp_path):
+    """MPICH's mpirun itself dies of it: then no rank is left, and the run resumes."""
+    words = flags("vpg_tf1", data_dir=tmp_path, exp_name="run", resume=True)
+    result = piped_to_head(command("vpg_tf1", *words, "--epochs", 10**6, ranks=2), {})
+    assert result.returncode
+    wait_for(lambda: not processes(tmp_path), seconds=10)
+    epochs = saved_epochs(run_dir(tmp_path, "run"))[-1] + 1
+    run("vpg_tf1", *words, "--epochs", epochs, ranks=2, env=ODD)
+    assert len(progress(run_dir(tmp_path, "run"))) == epochs
+
+
+def piped_to_head(words, env):
+    words = ["bash", "-o", "pipefail", "-c", '"$@" | head -1', "bash", *words]
+    return subprocess.run(words, env={**os.environ, **ODD, **env}, capture_output=True, timeout=100)
 
 
 def test_a_terminal_that_goes_away(tmp_path):
