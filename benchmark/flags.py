@@ -120,6 +120,15 @@ class Field:
 
 def read_fields(script):
     """The fields of a script's `Args`: {name: Field}. UsageError if there are none to read."""
+    try:
+        return _read_fields(script)
+    except UsageError:
+        raise
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as e:
+        raise UsageError(f"cannot read the flags of {script}: {e}") from e
+
+
+def _read_fields(script):
     path = Path(script)
     tree = _parse(path)
     for node in tree.body:

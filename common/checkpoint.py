@@ -190,7 +190,7 @@ class Checkpointer:
                 named |= set(_read_manifest(path)["files"])
             except (OSError, ValueError):
                 return  # the older one is damaged: keep every part that it may name
-        for path in (self.directory / "journal").iterdir():
+        for path in (self.directory / "journal").glob("rank_*.npz"):
             if f"journal/{path.name}" not in named:
                 path.unlink(missing_ok=True)
 

@@ -1,5 +1,5 @@
 """JSON of anything that a configuration may hold, files that are whole or not there, and readers
-that trust no file: what they read takes no more memory than it has bytes, and nothing is executed.
+that trust no file: nothing in it is executed, and none takes more memory than it has bytes.
 """
 
 import dataclasses
@@ -13,6 +13,8 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+
+from common import UsageError
 
 MAX_TEXT = 64 << 20  # bytes of a text file that is read: a run's largest is its progress.txt
 MAX_DIRECTORY = 1 << 20  # bytes of an .npz file's directory: that of 17,000 arrays
@@ -71,6 +73,16 @@ def _repr(obj):
         return repr(obj)
     except Exception:  # a config must be written even if one object in it cannot print itself
         return f"<{type(obj).__name__}>"
+
+
+def check_inside(data_dir, path):
+    """Raise UsageError if a symbolic link leads `path` out of `data_dir`."""
+    try:
+        inside = Path(path).resolve().is_relative_to(Path(data_dir).resolve())
+    except (OSError, RuntimeError, ValueError) as e:  # a name too long, a loop of links
+        raise UsageError(f"cannot write to {printable(path)}: {e}") from e
+    if not inside:
+        raise UsageError(f"cannot write to {path}: a symbolic link leads out of {data_dir}")
 
 
 def write_atomically(path, write):
