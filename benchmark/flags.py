@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 
 from common import UsageError
+from common.serialization import read_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -156,7 +157,7 @@ def find_field(script, fields, name):
 
 def _parse(path):
     try:
-        return ast.parse(path.read_text(encoding="utf-8"))
+        return ast.parse(read_text(path))
     except (OSError, SyntaxError, ValueError) as e:
         raise UsageError(f"cannot read {path}: {e}") from e
 

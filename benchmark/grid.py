@@ -56,7 +56,7 @@ sys.path.insert(0, str(ROOT))  # so that any directory will do
 from benchmark import launch, slurm
 from benchmark.flags import find_field, read_fields
 from common import UsageError
-from common.serialization import printable
+from common.serialization import printable, read_text
 
 MAX_RUNS = 100_000
 # Arguments of every script that the sweep itself sets.
@@ -362,8 +362,7 @@ def read_sweep(path):
     """A sweep from a TOML file. UsageError if its keys are not those of a sweep."""
     try:
         found = Path(path) if Path(path).exists() else ROOT / path
-        with open(found if found.exists() else path, "rb") as f:
-            data = tomllib.load(f)
+        data = tomllib.loads(read_text(found if found.exists() else path))
     except (OSError, ValueError, RecursionError) as e:
         raise UsageError(f"{path}: {e.strerror if isinstance(e, OSError) else e}") from e
     known = ("name", "script", "num_cpu", "workers", "data_dir", "params", "slurm")

@@ -16,6 +16,8 @@ import numpy as np
 
 from common import UsageError
 
+MAX_DEPTH = 100  # of nested lists and dicts in JSON; Python's own reader gives up at about 1000
+MAX_INT = 10**4000  # Python refuses to write larger ones in decimal
 MAX_TEXT = 64 << 20  # bytes of a text file that is read: a run's largest is its progress.txt
 MAX_DIRECTORY = 1 << 20  # bytes of an .npz file's directory: that of 17,000 arrays
 # The header of a plain array, to the letter as np.save writes it: no objects, no structures.
@@ -31,19 +33,20 @@ def convert_json(obj, _parents=()):
     Numbers, strings, None, lists and dicts stay (keys become strings); NumPy scalars and arrays
     become numbers and lists; NaN and infinities become None, since JSON has neither; dataclasses
     become dicts, paths strings, functions and classes their names; any other object becomes its
-    class name and attributes, or its repr if it has none. A cycle ends in "...".
+    class name and attributes, or its repr if it has none. A cycle ends in "...", and so does what
+    is nested deeper than MAX_DEPTH.
     """
-    if obj is None or isinstance(obj, bool | str):
-        return obj if type(obj) in (type(None), bool, str) else str(obj)
-    if isinstance(obj, int | np.integer):
-        return int(obj)
+    if obj is None or isinstance(obj, bool):
+        return obj
+    if isinstance(obj, str | Path):
+        return _text(str(obj))
+    if isinstance(obj, int | np.integer) and not isinstance(obj, np.timedelta64):
+        return int(obj) if abs(int(obj)) < MAX_INT else hex(obj)
     if isinstance(obj, np.bool_):
         return bool(obj)
     if isinstance(obj, float | np.floating):
         return float(obj) if math.isfinite(obj) else None
-    if isinstance(obj, Path):
-        return str(obj)
-    if id(obj) in _parents:
+    if id(obj) in _parents or len(_parents) >= MAX_DEPTH:
         return "..."
     parents = (*_parents, id(obj))
     if isinstance(obj, np.ndarray):
@@ -52,27 +55,33 @@ def convert_json(obj, _parents=()):
         return {_key(k): convert_json(v, parents) for k, v in obj.items()}
     if isinstance(obj, list | tuple | set | frozenset):
         return [convert_json(v, parents) for v in obj]
-    if isinstance(getattr(obj, "__name__", None), str):  # functions, classes, modules
-        return obj.__name__
-    if dataclasses.is_dataclass(obj):
-        return {
-            f.name: convert_json(getattr(obj, f.name), parents) for f in dataclasses.fields(obj)
-        }
-    if getattr(obj, "__dict__", None):
-        attributes = {_key(k): convert_json(v, parents) for k, v in vars(obj).items()}
-        return {type(obj).__name__: attributes}
+    try:
+        if isinstance(getattr(obj, "__name__", None), str):  # functions, classes, modules
+            return _text(obj.__name__)
+        if dataclasses.is_dataclass(obj):
+            fields = {f.name: getattr(obj, f.name) for f in dataclasses.fields(obj)}
+            return convert_json(fields, parents)
+        if getattr(obj, "__dict__", None):
+            return convert_json({type(obj).__name__: vars(obj)}, parents)
+    except Exception:  # an object may raise at any question
+        return f"<{type(obj).__name__}>"
     return _repr(obj)
 
 
 def _key(key):
-    return key if type(key) is str else _repr(key) if not isinstance(key, str) else str(key)
+    return _text(key) if isinstance(key, str) else _repr(key)
 
 
 def _repr(obj):
     try:
-        return repr(obj)
+        return _text(repr(obj))
     except Exception:  # a config must be written even if one object in it cannot print itself
         return f"<{type(obj).__name__}>"
+
+
+def _text(text):
+    """A string that can be written as UTF-8: half characters, as file names may have, spelt out."""
+    return str(text).encode("utf-8", "backslashreplace").decode()
 
 
 def check_inside(data_dir, path):
@@ -119,7 +128,7 @@ def sync_directory(path):
 def write_json(path, obj):
     """Write `convert_json(obj)` to a file, atomically."""
     text = json.dumps(convert_json(obj), indent=2, allow_nan=False, ensure_ascii=False)
-    write_atomically(path, lambda f: f.write(text.encode("utf-8", "backslashreplace") + b"\n"))
+    write_atomically(path, lambda f: f.write(text.encode() + b"\n"))
 
 
 def read_text(path):
