@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 
 from common import UsageError
+from common.serialization import read_text
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -120,6 +121,15 @@ class Field:
 
 def read_fields(script):
     """The fields of a script's `Args`: {name: Field}. UsageError if there are none to read."""
+    try:
+        return _read_fields(script)
+    except UsageError:
+        raise
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as e:
+        raise UsageError(f"cannot read the flags of {script}: {e}") from e
+
+
+def _read_fields(script):
     path = Path(script)
     tree = _parse(path)
     for node in tree.body:
@@ -147,7 +157,7 @@ def find_field(script, fields, name):
 
 def _parse(path):
     try:
-        return ast.parse(path.read_text(encoding="utf-8"))
+        return ast.parse(read_text(path))
     except (OSError, SyntaxError, ValueError) as e:
         raise UsageError(f"cannot read {path}: {e}") from e
 

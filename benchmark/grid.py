@@ -56,6 +56,7 @@ sys.path.insert(0, str(ROOT))  # so that any directory will do
 from benchmark import launch, slurm
 from benchmark.flags import find_field, read_fields
 from common import UsageError
+from common.serialization import printable, read_text
 
 MAX_RUNS = 100_000
 # Arguments of every script that the sweep itself sets.
@@ -317,7 +318,7 @@ def _find_script(script):
     if not isinstance(script, str | Path) or not str(script) or "\0" in str(script):
         raise UsageError(f"script: expected a path, got {script!r}")
     for base in (Path.cwd(), ROOT):
-        if (base / script).is_file():
+        if os.path.isfile(base / script):  # False, too, for what cannot be a path
             return base / script
     raise UsageError(f"script: there is no file {script}")
 
@@ -343,7 +344,7 @@ def _ranks(sweep, run):
     if sweep.num_cpu != "auto":
         return sweep.num_cpu
     try:
-        config = launch.read_json(run.directory / "config.json") or {}
+        config = launch.read_json(run.directory / "config.json")
     except (OSError, ValueError):
         config = {}
     if _is_count(config.get("ranks")):
@@ -361,8 +362,7 @@ def read_sweep(path):
     """A sweep from a TOML file. UsageError if its keys are not those of a sweep."""
     try:
         found = Path(path) if Path(path).exists() else ROOT / path
-        with open(found if found.exists() else path, "rb") as f:
-            data = tomllib.load(f)
+        data = tomllib.loads(read_text(found if found.exists() else path))
     except (OSError, ValueError, RecursionError) as e:
         raise UsageError(f"{path}: {e.strerror if isinstance(e, OSError) else e}") from e
     known = ("name", "script", "num_cpu", "workers", "data_dir", "params", "slurm")
@@ -578,7 +578,7 @@ def main(argv=None):
             sweep.grid.name = args.name
         sys.exit(run_sweep(sweep, args.retry_failed, args.dry_run, args.slurm))
     except UsageError as e:
-        print(f"grid.py: error: {' '.join(str(e).split())}", file=sys.stderr)
+        print(f"grid.py: error: {printable(e, 1000)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:  # before any run was started
         sys.exit(130)

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from common import UsageError
+from common.serialization import check_inside, printable, read_json
 
 # Arguments that may differ between a run on disk and the one asked for: they do not touch its
 # numbers. (Of common/logger.py; exp_name follows from the directory.)
@@ -90,39 +91,33 @@ def find_mpirun():
     return shutil.which("mpirun", path=path)
 
 
-def read_json(path):
-    """The dict in a file; None if there is no file; ValueError if it holds anything else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (RecursionError, UnicodeDecodeError) as e:
-        raise ValueError(str(e)) from e
-    if not isinstance(value, dict):
-        raise ValueError("not an object")
-    return value
-
-
 def place(run):
     """Give the run another directory if its own holds a run that it cannot continue.
 
     That is one with other arguments, or one that is finished, shorter, and without its checkpoints
     (the off-policy scripts delete theirs in the end). It stays as it is. The other directory's name
     ends in a digest of the arguments, so the next sweep finds it again. Returns what differs, as
-    text, or "".
+    text, or "". UsageError if a symbolic link leads its directory, or its log, out of data_dir.
     """
+    changed = _place(run)
+    check_inside(run.data_dir, run.log)
+    return changed
+
+
+def _place(run):
     try:
         config = read_json(run.directory / "config.json")
-    except ValueError:
-        return ""  # damaged: `status` says so
+    except (OSError, ValueError):
+        return ""  # none, or damaged: `status` says so
     settings = run.settings()
     checkpoints = any((run.directory / "checkpoint").glob("epoch_*"))
-    if config is not None and status(run)[0] == "too short" and not checkpoints:
+    if status(run)[0] == "too short" and not checkpoints:
         settings["epochs"] = run.epochs
-    if config is None or all(config.get(k) == v for k, v in settings.items()):
+    if all(config.get(k) == v for k, v in settings.items()):
         return ""
     changed = [k for k, v in settings.items() if config.get(k) != v]
-    text = ", ".join(f"{k} was {config.get(k)}, is {settings[k]}" for k in changed[:3])
+    text = [f"{k} was {printable(config.get(k))}, is {settings[k]}" for k in changed[:3]]
+    text = ", ".join(text)
     text += f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     # The seed has a place of its own in the name: seeds of one change stay together.
     del settings["seed"]
@@ -142,21 +137,23 @@ def status(run):
     if in_use(run.directory):
         return "in use", ""
     try:
-        if read_json(run.directory / "config.json") is None:
-            return "interrupted", ""
+        read_json(run.directory / "config.json")
+    except OSError:
+        return "interrupted", ""
     except ValueError as e:
-        return "failed", f"config.json is damaged ({e})"
+        return "failed", printable(e)
     try:
-        state = read_json(run.directory / "status.json") or {}
-    except ValueError:
+        state = read_json(run.directory / "status.json")
+    except (OSError, ValueError):
         state = {}
+    if type(state.get("epoch")) is not int:
+        return "interrupted", ""  # damaged: the run itself says so, or goes by its checkpoints
     if state.get("status") == "failed":
-        return "failed", str(state.get("error"))
+        return "failed", printable(state.get("error"))
     if state.get("status") != "finished":
         return "interrupted", ""
-    done = state.get("epoch")
-    if isinstance(done, int) and isinstance(run.epochs, int) and done < run.epochs:
-        return "too short", f"has {done} of now {run.epochs} epochs"
+    if isinstance(run.epochs, int) and state["epoch"] < run.epochs:
+        return "too short", f"has {state['epoch']} of now {run.epochs} epochs"
     return "finished", ""
 
 

@@ -15,13 +15,15 @@ the same from Python.
 
 import argparse
 import csv
-import json
 import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that any directory will do
+from common.serialization import printable, read_json, read_text
 
 REFERENCE = Path(__file__).parent / "reference" / "spinning_up_2020_curves.csv"
 ALGORITHMS = ("vpg", "trpo", "ppo", "ddpg", "td3", "sac")
@@ -38,7 +40,7 @@ AXIS_LABELS = {
 
 
 def warn(message):
-    print(f"plot.py: {message}", file=sys.stderr)
+    print(f"plot.py: {printable(message, 1000)}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------- reading
@@ -49,7 +51,7 @@ def read_progress(path):
 
     A run in progress may be in the middle of a line: what follows the last newline is not read.
     """
-    text = Path(path).read_text(encoding="utf-8", errors="strict")
+    text = read_text(path)
     lines = [line.split("\t") for line in text[: text.rfind("\n") + 1].splitlines() if line]
     if not lines:
         raise ValueError("progress.txt is empty")
@@ -68,16 +70,10 @@ def read_progress(path):
 
 def read_config(run_dir):
     """config.json as a dict, {} where there is none; raises ValueError if it cannot be read."""
-    path = Path(run_dir) / "config.json"
-    if not path.exists():
-        return {}
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"config.json is damaged: {e}") from None
-    if not isinstance(config, dict):
-        raise ValueError("config.json is not an object")
-    return config
+        return read_json(Path(run_dir) / "config.json")
+    except FileNotFoundError:
+        return {}
 
 
 def find_runs(logdir, select=None, exclude=None):
@@ -115,9 +111,9 @@ def get_datasets(logdir, condition=None, select=None, exclude=None):
             warn(f"left out {run}: {e}")
             continue
         exp_name = config.get("exp_name")
-        name = condition or (exp_name if isinstance(exp_name, str) and exp_name else None)
-        if name is None:
-            name = os.path.basename(os.path.abspath(run))
+        name = condition or (printable(exp_name, 200) if isinstance(exp_name, str) else "")
+        if not name:
+            name = printable(os.path.basename(os.path.abspath(run)), 200)
             warn(f"{run}: no exp_name in config.json, plotted as {name}")
         algo, _, framework = Path(str(config.get("script", ""))).stem.partition("_")
         env = config.get("env_id") or config.get("env_name")
@@ -128,7 +124,7 @@ def get_datasets(logdir, condition=None, select=None, exclude=None):
         frame["Unit"] = units[name]
         frame["Condition1"] = name
         frame["Condition2"] = f"{name}-{units[name]}"
-        frame["Env"] = env if isinstance(env, str) else ""
+        frame["Env"] = printable(env, 200) if isinstance(env, str) else ""
         frame["Algo"], frame["Framework"] = (algo, framework) if algo in ALGORITHMS else ("", "")
         frame.attrs["run_dir"] = run
         datasets.append(frame)
@@ -316,10 +312,12 @@ def curve_labels(datasets, by):
         shorter.append(label)
         users.setdefault((label, env), set()).add(condition)
     clash = {label for (label, _), conditions in users.items() if len(conditions) > 1}
-    return [
+    labels = [
         data[by].iloc[0] if label in clash else label
         for data, label in zip(datasets, shorter, strict=True)
     ]
+    # Matplotlib leaves labels that begin with _ out of legends.
+    return [f" {label}" if label.startswith("_") else label for label in labels]
 
 
 def axis_name(runs, value):
@@ -426,6 +424,7 @@ def draw_figure(panels, xaxis, reference=False, font_scale=1.0):
         {"pdf.fonttype": 42, "svg.fonttype": "none", "font.size": 9 * font_scale}
         | {"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.8}
         | {"axes.grid": True, "grid.color": "#e6e6e6", "grid.linewidth": 0.8}
+        | {"text.parse_math": False}  # a $ in a name is a $
         | {"axes.axisbelow": True, "legend.frameon": False, "figure.dpi": 100}
     )
     import matplotlib.pyplot as plt
@@ -591,7 +590,7 @@ TEXT_COLUMNS = ("Unit", "Condition1", "Condition2", "Env", "Algo", "Framework")
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {printable(message, 1000)}\n")
 
 
 def parse_args(argv=None):

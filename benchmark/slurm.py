@@ -15,6 +15,7 @@ from pathlib import Path
 
 from benchmark import launch
 from common import UsageError
+from common.serialization import check_inside
 
 # Keys of a sweep's [slurm] table and what each must be.
 KEYS = {
@@ -147,6 +148,7 @@ def submit(runs, name, table, data_dir, retry_failed=False, dry_run=False):
     if not todo:
         return f"{name}: nothing to submit, no run is left to do"
     directory = Path(data_dir, f"slurm_{name}", time.strftime("%Y-%m-%d_%H-%M-%S")).absolute()
+    check_inside(data_dir, directory)
     while directory.exists():  # submitted twice within a second
         directory = directory.with_name(directory.name + "+")
     if set(str(directory)) & set('%"$`\\\n'):

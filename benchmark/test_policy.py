@@ -19,18 +19,17 @@ with; neither torch nor tensorflow is imported. What is in it, W and b float32:
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import warnings
-import zipfile
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # so that any directory will do
 from common import UsageError
+from common.serialization import printable, read_json, read_npz
 
 LOG_STD_MIN, LOG_STD_MAX = -20, 2  # of a squashed Gaussian, as in the SAC scripts
 ADVICE = (
@@ -54,10 +53,11 @@ def load_policy(path):
         UsageError: it is missing, holds pickles, more than it should, or no policy.
     """
     try:
-        arrays = _load_arrays(path)
+        arrays = read_npz(path)
         n = sum(name.startswith("weight_") for name in arrays)
         layers = [(arrays.pop(f"weight_{i}"), arrays.pop(f"bias_{i}")) for i in range(n)]
-        policy = {"layers": layers, "epoch": int(arrays.pop("epoch", -1)), **arrays}
+        epoch = int(arrays.pop("epoch", -1))
+        policy = {**arrays, "layers": layers, "epoch": epoch}
         for name in ("activation", "distribution"):
             policy[name] = str(arrays[name])
         _check_policy(policy)
@@ -65,33 +65,9 @@ def load_policy(path):
         raise UsageError(f"{path} does not exist: the run has not saved a policy yet") from None
     except KeyError as e:
         raise UsageError(f"{path} is no policy: it has no {e.args[0]}") from e
-    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile) as e:
-        raise UsageError(f"{path} is no policy: {e}") from e
+    except (OSError, ValueError, TypeError) as e:
+        raise UsageError(f"{path} is no policy: {printable(e)}") from e
     return policy
-
-
-def _load_arrays(path):
-    """The arrays of an .npz file that claims no more memory than it has bytes."""
-    with zipfile.ZipFile(path) as archive:
-        for member in archive.infolist():
-            if member.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{member.filename} is compressed")  # np.savez does not
-            with archive.open(member) as f:
-                version = np.lib.format.read_magic(f)
-                read_header = {
-                    (1, 0): np.lib.format.read_array_header_1_0,
-                    (2, 0): np.lib.format.read_array_header_2_0,
-                }.get(version)
-                if read_header is None:
-                    raise ValueError(f"{member.filename} is of a format unknown here")
-                shape, _, dtype = read_header(f)
-                size = dtype.itemsize
-                for length in shape:  # in Python's integers, which do not wrap around
-                    size *= length
-                if dtype.hasobject or size > member.file_size:
-                    raise ValueError(f"{member.filename} is not a plain array of its size")
-    with np.load(path, allow_pickle=False) as file:
-        return {name: file[name] for name in file.files}
 
 
 def _check_policy(policy):
@@ -114,12 +90,15 @@ def _check_policy(policy):
     if distribution not in needs:
         raise ValueError(f"unknown distribution {distribution!r}")
     out = layers[-1][0].shape[1]
-    act_dim = out // 2 if distribution == "squashed_gaussian" else out
+    act_dim = out / 2 if distribution == "squashed_gaussian" else out
     for name in needs[distribution]:
         if name not in policy:
             raise ValueError(f"it has no {name}")
-        if name != "act_noise" and policy[name].size != act_dim:
-            raise ValueError(f"{name} has {policy[name].size} numbers for {act_dim} actions")
+        array, size = policy[name], 1 if name == "act_noise" else act_dim
+        if array.size != size or (name == "log_std" and array.ndim != 1):
+            raise ValueError(f"{name} has {array.size} numbers for {act_dim:g} actions")
+        if array.dtype.kind not in "fiu" or np.isnan(array).any():
+            raise ValueError(f"{name} does not hold numbers")
 
 
 def act(policy, o, rng, deterministic=False):
@@ -181,17 +160,20 @@ def read_config(run_dir):
     """config.json of a run; UsageError if this is no run directory."""
     path = run_dir / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(config, dict) or not isinstance(config.get("env_id"), str):
-            raise ValueError("it names no environment")
-        if not isinstance(config.get("env_kwargs") or {}, dict):
-            raise ValueError("env_kwargs is not an object")
+        config = read_json(path)
     except (FileNotFoundError, NotADirectoryError):
         runs = sorted(run_dir.glob("*/config.json")) or sorted(run_dir.glob("*/*/config.json"))
         hint = f"; did you mean {runs[0].parent}?" if runs else ""
         raise UsageError(f"{run_dir} is not the directory of a run{hint}") from None
-    except (ValueError, RecursionError, OSError) as e:
-        raise UsageError(f"{path} is damaged: {e}") from e
+    except ValueError as e:
+        raise UsageError(str(e)) from e
+    if not isinstance(config.get("env_id"), str):
+        raise UsageError(f"{path} is damaged: it names no environment")
+    if not isinstance(config.get("env_kwargs") or {}, dict):
+        raise UsageError(f"{path} is damaged: env_kwargs is not an object")
+    steps = config.get("max_ep_len") or 0
+    if type(steps) is not int or steps < 0:
+        raise UsageError(f"{path} is damaged: max_ep_len is {steps!r}")
     return config
 
 
@@ -206,10 +188,6 @@ def choose_gl():
             continue
         os.environ.update(env)
         return
-
-
-def one_line(e):
-    return " ".join(str(e).split())
 
 
 def make_env(config, render_mode=None):
@@ -231,11 +209,12 @@ def make_env(config, render_mode=None):
     try:
         env = gym.make(config["env_id"], disable_env_checker=True, **kwargs)
     except (gym.error.Error, ImportError, TypeError, ValueError) as e:
-        raise UsageError(f"cannot make {config['env_id']}: {one_line(e)}") from e
+        raise UsageError(f"cannot make {config['env_id']}: {printable(e)}") from e
     except Exception as e:
-        if not render_mode:
-            raise
-        raise UsageError(f"cannot render {config['env_id']}: {one_line(e)} ({ADVICE})") from e
+        if not render_mode:  # of whatever kind: config.json may ask for anything
+            text = f"{type(e).__name__}: {printable(e)}"
+            raise UsageError(f"cannot make {config['env_id']}: {text}") from e
+        raise UsageError(f"cannot render {config['env_id']}: {printable(e)} ({ADVICE})") from e
     if render_mode:
         try:
             with warnings.catch_warnings(action="ignore"):
@@ -243,7 +222,7 @@ def make_env(config, render_mode=None):
                 env.render()
         except Exception as e:  # each library that draws fails in its own way
             advice = "" if isinstance(e, gym.error.DependencyNotInstalled) else f" ({ADVICE})"
-            raise UsageError(f"cannot render {config['env_id']}: {one_line(e)}{advice}") from e
+            raise UsageError(f"cannot render {config['env_id']}: {printable(e)}{advice}") from e
     if len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return env
@@ -359,13 +338,12 @@ def main(argv=None):
         if args.video:
             env = record(env, args.video, args.run_dir.resolve().name)
     except UsageError as e:
-        print(f"test_policy.py: error: {' '.join(str(e).split())}", file=sys.stderr)
+        print(f"test_policy.py: error: {printable(e, 1000)}", file=sys.stderr)
         sys.exit(2)
     max_ep_len = config.get("max_ep_len") or 0 if args.len is None else args.len
     how = "deterministic" if args.deterministic else "sampled"
-    print(
-        f"{config['env_id']}, {config.get('script')}, after epoch {policy['epoch']}, {how} actions"
-    )
+    env_id, script = printable(config["env_id"]), printable(config.get("script"))
+    print(f"{env_id}, {script}, after epoch {policy['epoch']}, {how} actions")
     try:
         returns, lengths = run_policy(
             env, policy, args.episodes, max_ep_len, args.deterministic, args.seed

@@ -4,19 +4,20 @@
         epoch_000012/           the state after 12 epochs
             rank_0.npz          a tree of arrays and scalars: parameters, optimizer, counters
             rank_1.npz          the same of the second rank
-            manifest.json       number of ranks, and every file's SHA-256
+            manifest.json       epoch, number of ranks, every file's SHA-256, and its own
         epoch_000011/           the one before it, in case the newest is damaged
         journal/                what only grows (a replay buffer), one part per checkpoint and rank
             rank_0_000011.npz
             rank_0_000012.npz
 
-No pickle is written, and none is read: arrays load with `allow_pickle=False`, the rest is JSON.
+No pickle is written, and none is read: arrays are plain ones, the rest is JSON.
 """
 
 import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -25,7 +26,14 @@ import numpy as np
 
 from common import UsageError
 from common.mpi_tools import allgather, barrier, broadcast, num_procs, proc_id
-from common.serialization import read_json, sync_directory, write_atomically, write_json
+from common.serialization import (
+    printable,
+    read_json,
+    read_npz,
+    sync_directory,
+    write_atomically,
+    write_json,
+)
 
 KEEP = 2  # checkpoints kept
 
@@ -56,18 +64,23 @@ def tree_to_bytes(tree):
 
 def tree_from_bytes(data):
     """The inverse of `tree_to_bytes`. Raises ValueError if `data` holds no such tree."""
-    with np.load(io.BytesIO(data), allow_pickle=False) as file:
+    return _tree(read_npz(io.BytesIO(data)))
 
-        def rebuild(node):
-            if not isinstance(node, dict):
-                return node
-            if "dict" in node:
-                return {key: rebuild(value) for key, value in node["dict"]}
-            if "list" in node:
-                return [rebuild(value) for value in node["list"]]
-            return file[f"array_{node['array']}"]
 
-        return rebuild(json.loads(str(file["outline"])))
+def _tree(arrays):
+    def rebuild(node):
+        if not isinstance(node, dict):
+            return node
+        if "dict" in node:
+            return {key: rebuild(value) for key, value in node["dict"]}
+        if "list" in node:
+            return [rebuild(value) for value in node["list"]]
+        return arrays[f"array_{node['array']}"]
+
+    try:
+        return rebuild(json.loads(str(arrays["outline"])))
+    except (KeyError, TypeError, RecursionError) as e:
+        raise ValueError(f"it holds no state: {type(e).__name__}: {e}") from e
 
 
 class Checkpointer:
@@ -110,9 +123,8 @@ class Checkpointer:
         files |= {f"journal/{name}": digest for name, digest in self.journal.items()}
         files = {name: digest for part in allgather(files) for name, digest in part.items()}
         if proc_id() == 0:
-            write_json(
-                temporary / "manifest.json", {"epoch": epoch, "ranks": num_procs(), "files": files}
-            )
+            manifest = {"epoch": epoch, "ranks": num_procs(), "files": files}
+            write_json(temporary / "manifest.json", manifest | {"sha256": _digest(manifest)})
             shutil.rmtree(final, ignore_errors=True)  # a damaged one, found at the last start
             os.rename(temporary, final)
             sync_directory(self.directory)
@@ -137,8 +149,8 @@ class Checkpointer:
                 epoch, state, journal = self._read(self.directory / name)
             except CheckpointError:
                 raise
-            except (OSError, ValueError, KeyError, TypeError, EOFError) as e:
-                error = f"{type(e).__name__}: {e}"
+            except (OSError, ValueError) as e:
+                error = printable(f"{type(e).__name__}: {e}")
             errors = [e for e in allgather(error) if e]
             if not errors:
                 return epoch, state, journal
@@ -156,16 +168,15 @@ class Checkpointer:
 
     def _read(self, path):
         """Check all files of one checkpoint against its manifest and load this rank's."""
-        manifest = read_json(path / "manifest.json")
-        if manifest["ranks"] != num_procs():
-            raise CheckpointError(
-                f"{path} is of {manifest['ranks']} ranks, and this run has {num_procs()}"
-            )
-        mine = f"rank_{proc_id()}"
-        state = _load(path / f"{mine}.npz", manifest["files"][f"{path.name}/{mine}.npz"])
-        names = [n for n in manifest["files"] if n.startswith(f"journal/{mine}_")]
-        journal = [_load(self.directory / n, manifest["files"][n]) for n in sorted(names)]
-        self.journal = {Path(n).name: manifest["files"][n] for n in sorted(names)}
+        manifest = _read_manifest(path)
+        ranks = manifest.get("ranks")
+        if ranks != num_procs():
+            raise CheckpointError(f"{path} is of {ranks} ranks, and this run has {num_procs()}")
+        mine, files = f"rank_{proc_id()}", manifest["files"]
+        state = _load(path / f"{mine}.npz", files.get(f"{path.name}/{mine}.npz"))
+        names = sorted(n for n in files if re.fullmatch(rf"journal/{mine}_\d+\.npz", n))
+        journal = [_load(self.directory / n, files[n]) for n in names]
+        self.journal = {Path(n).name: files[n] for n in names}
         return manifest["epoch"], state, journal
 
     def _prune(self):
@@ -176,10 +187,10 @@ class Checkpointer:
         named = set()
         for path in epochs[-KEEP:]:
             try:
-                named |= set(read_json(path / "manifest.json")["files"])
-            except (OSError, ValueError, KeyError):
+                named |= set(_read_manifest(path)["files"])
+            except (OSError, ValueError):
                 return  # the older one is damaged: keep every part that it may name
-        for path in (self.directory / "journal").iterdir():
+        for path in (self.directory / "journal").glob("rank_*.npz"):
             if f"journal/{path.name}" not in named:
                 path.unlink(missing_ok=True)
 
@@ -191,9 +202,25 @@ def _write(path, tree):
     return hashlib.sha256(data).hexdigest()
 
 
+def _digest(manifest):
+    """SHA-256 of a manifest without its own."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _read_manifest(path):
+    """The manifest in the directory of a checkpoint. Raises ValueError if it is damaged."""
+    manifest = read_json(path / "manifest.json")
+    digest, epoch = manifest.pop("sha256", None), manifest.get("epoch")
+    if digest != _digest(manifest) or not isinstance(manifest.get("files"), dict):
+        raise ValueError("manifest.json does not match its checksum")
+    if type(epoch) is not int or path.name != f"epoch_{epoch:06d}":
+        raise ValueError(f"manifest.json is of another epoch, {epoch}")
+    return manifest
+
+
 def _load(path, digest):
     """Read a tree from a file. Raises ValueError if its SHA-256 is not `digest`."""
-    data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() != digest:
-        raise ValueError(f"{path.name} does not match its checksum")
-    return tree_from_bytes(data)
+    with open(path, "rb") as f:
+        if hashlib.file_digest(f, "sha256").hexdigest() != digest:
+            raise ValueError(f"{path.name} does not match its checksum")
+        return _tree(read_npz(f))

@@ -28,12 +28,22 @@ from tqdm import tqdm
 from common import UsageError
 from common.checkpoint import Checkpointer, CheckpointError
 from common.mpi_tools import broadcast, check_finite, mpi_statistics_scalar, num_procs, proc_id
-from common.serialization import convert_json, read_json, write_atomically, write_json
+from common.serialization import (
+    check_inside,
+    convert_json,
+    printable,
+    read_json,
+    write_atomically,
+    write_json,
+)
 
 COLORS = {"gray": 30, "red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
 # What a run leaves in its directory; --overwrite deletes these and nothing else.
 RUN_FILES = ["config.json", "progress.txt", "status.json", "policy.npz", "torch_save", "tf1_save"]
 RUN_FILES += ["checkpoint", "events.out.tfevents.*"]
+RUN_DIRS = ["torch_save", "tf1_save", "checkpoint", "checkpoint/journal"]
+MAX_NAME = 200  # bytes of an experiment's name; a date and a seed are added to it
+STATUSES = ("running", "finished", "interrupted", "failed")
 # Flags that may change when a run is resumed: they do not touch its numbers.
 FREE_TO_CHANGE = {"epochs", "save_freq", "data_dir", "resume", "overwrite", "num_cpu"}
 TAGS = {"AverageEpRet": "charts/episodic_return", "EpLen": "charts/episodic_length"}
@@ -54,7 +64,14 @@ def setup_logger_kwargs(exp_name, seed=None, data_dir="data", datestamp=False):
         dict(output_dir, exp_name), where output_dir is `<data_dir>/<exp_name>`, and below it
         `<exp_name>_s<seed>` if a seed is given; with a datestamp,
         `<data_dir>/YYYY-MM-DD_<exp_name>/YYYY-MM-DD_HH-MM-SS-<exp_name>_s<seed>`.
+
+    Raises:
+        UsageError: the name is none of a directory in `data_dir`, or a link leads out of it.
     """
+    if exp_name in ("", ".", "..") or exp_name != Path(exp_name).name or not exp_name.isprintable():
+        raise UsageError(f"--exp-name must be a plain name, not {printable(ascii(exp_name))}")
+    if len(exp_name.encode()) > MAX_NAME:
+        raise UsageError(f"--exp-name must have at most {MAX_NAME} bytes: {printable(exp_name)}")
     now = broadcast(datetime.now())
     outer = f"{now:%Y-%m-%d}_{exp_name}" if datestamp else exp_name
     path = Path(data_dir, outer)
@@ -62,6 +79,7 @@ def setup_logger_kwargs(exp_name, seed=None, data_dir="data", datestamp=False):
         path /= (
             f"{now:%Y-%m-%d_%H-%M-%S}-{exp_name}_s{seed}" if datestamp else f"{exp_name}_s{seed}"
         )
+    check_inside(data_dir, path)
     return {"output_dir": str(path), "exp_name": exp_name}
 
 
@@ -79,8 +97,6 @@ def start_run(args, script):
         UsageError: see `Logger` and `Logger.save_config`.
     """
     exp_name = args.exp_name or re.sub(r"[^\w.-]", "_", f"{Path(script).stem}_{args.env_id}")
-    if exp_name != Path(exp_name).name:
-        raise UsageError(f"--exp-name must be a plain name, not {exp_name!r}")
     logger_kwargs = setup_logger_kwargs(exp_name, args.seed, args.data_dir, args.datestamp)
     if args.datestamp and args.resume:
         raise UsageError("--datestamp makes a new directory: there is nothing to --resume in it")
@@ -144,10 +160,19 @@ class Logger:
 
     def _claim(self):
         """Take the run directory for this process. Returns why not, or None."""
-        made = [p for p in (self.output_dir, *self.output_dir.parents) if not p.exists()]
+        try:
+            made = [p for p in (self.output_dir, *self.output_dir.parents) if not p.exists()]
+        except (OSError, ValueError) as e:  # no name of a directory
+            return f"cannot write to {printable(self.output_dir)}: {e}"
         try:
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            self._lock = open(self.output_dir / ".lock", "a+")  # noqa: SIM115 - held while we run
+            for pattern in (*RUN_FILES, ".lock", "checkpoint/journal"):
+                for path in self.output_dir.glob(pattern):
+                    kind = "directory" if pattern in RUN_DIRS else "file"
+                    # What is written to a link would land elsewhere.
+                    if path.is_symlink() or path.is_dir() != (kind == "directory"):
+                        return f"cannot write to {path}: it is no plain {kind}"
+            self._lock = open(self.output_dir / ".lock", "a+b")  # noqa: SIM115 - held while we run
         except OSError as e:
             for path in made:  # leave no empty directories behind
                 if path.exists():
@@ -158,12 +183,13 @@ class Logger:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock.seek(0)
-            return f"{self.output_dir} is in use by {self._lock.read().strip() or 'a process'}"
+            holder = printable(self._lock.read(200).decode("utf-8", "replace"))
+            return f"{self.output_dir} is in use by {holder or 'a process'}"
         if self._holds_run() and not (self.resume or self.overwrite):
             self.close_lock()
             return f"{self.output_dir} holds a run: --resume continues it, --overwrite replaces it"
         self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._lock.flush()
         if self.overwrite:
             for pattern in RUN_FILES:
@@ -202,30 +228,60 @@ class Logger:
         config |= {"host": socket.gethostname(), "command": sys.argv}
         config |= {"start_time": datetime.now().astimezone().isoformat(timespec="seconds")}
         path = self.output_dir / "config.json"
-        if self.resume and path.exists():
-            old = read_json(path)
-            try:
-                status = read_json(self.output_dir / "status.json")
-            except FileNotFoundError:  # killed right after config.json was written
-                status = {"status": "running", "epoch": 0}
+        if self.resume and self._holds_run():
+            old, status = self._read_old_config(path) or config, self._read_old_status()
             self.finished = status["status"] == "finished" and self.epochs <= status["epoch"]
             self.epoch = status["epoch"]
             fixed = (set(args) | {"script", "ranks"}) - FREE_TO_CHANGE
             changed = sorted(k for k in fixed if old.get(k) != config.get(k))
             if changed:
-                text = ", ".join(f"{k} was {old.get(k)}, is {config.get(k)}" for k in changed)
-                raise UsageError(f"cannot resume {self.output_dir}: {text}")
+                text = [f"{k} was {printable(old.get(k))}, is {config.get(k)}" for k in changed]
+                raise UsageError(f"cannot resume {self.output_dir}: {', '.join(text)}")
             if status["status"] == "finished" and not (self.finished or self._has_checkpoint()):
                 text = "it is finished, and its checkpoints, replay buffer and all, are deleted"
                 raise UsageError(f"cannot extend {self.output_dir}: {text}")
-            names = sorted(k for k, v in config["versions"].items() if old["versions"].get(k) != v)
-            for name in names:
-                was, now = old["versions"].get(name), config["versions"][name]
+            versions = config["versions"]
+            for name in sorted(k for k, v in versions.items() if old["versions"].get(k) != v):
+                was, now = printable(old["versions"].get(name)), versions[name]
                 self.log(f"WARNING: resuming with {name} {now}; the run began with {was}", "yellow")
         if proc_id() == 0 and not self.finished:
             write_json(path, config)
             self.write_status("running")
             self.log(f"Logging to {self.output_dir}", "green")
+
+    def _read_old_config(self, path):
+        """config.json of the run that is resumed; None if it stopped before it wrote one."""
+        try:
+            old = read_json(path)
+            if not isinstance(old.get("versions"), dict):
+                raise ValueError(f"{path} is damaged: it has no versions")
+        except FileNotFoundError:
+            if self.progress_path.exists() or self._has_checkpoint():
+                raise UsageError(f"cannot resume: {path} is missing") from None
+            return None
+        except ValueError as e:
+            raise UsageError(f"cannot resume: {e}") from e
+        return old
+
+    def _read_old_status(self):
+        """status.json of the run that is resumed; what can be said without it, loudly."""
+        path = self.output_dir / "status.json"
+        try:
+            status = read_json(path)
+            if status.get("status") not in STATUSES or type(status.get("epoch")) is not int:
+                raise ValueError(f"{path} is damaged: it has no status or no epoch")
+            return status
+        except FileNotFoundError:
+            error = f"{path} is missing"
+        except ValueError as e:
+            error = str(e)
+        # A checkpoint knows where the run stands. A run without any is one that was killed before
+        # its first one, or one that is finished: then its table must not be begun anew.
+        if not self._has_checkpoint() and self.progress_path.exists():
+            raise UsageError(f"cannot resume: {error}, and there is no checkpoint")
+        if self.progress_path.exists():
+            self.log(f"WARNING: {printable(error)}; going by the checkpoints", "yellow")
+        return {"status": "running", "epoch": 0}
 
     def write_status(self, status, error=None):
         """Write status.json: running, finished, interrupted or failed."""
@@ -387,18 +443,22 @@ class Logger:
         """Drop the rows that no checkpoint covers: they will be computed again."""
         if not self.progress_path.exists():
             return f"{self.progress_path} is missing" if epoch else None
-        lines = self.progress_path.read_bytes().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith(b"\n")]
-        if len(whole) < epoch + 1:
-            return f"{self.progress_path} has fewer rows than the checkpoint of epoch {epoch}"
-        kept = whole[: epoch + 1] if epoch else []
+        kept, step = [], 0
+        try:
+            lines = self.progress_path.read_bytes().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith(b"\n")]
+            if len(whole) < epoch + 1:
+                return f"{self.progress_path} has fewer rows than the checkpoint of epoch {epoch}"
+            if epoch:
+                kept = whole[: epoch + 1]
+                header, *rows = (line.decode().rstrip("\n").split("\t") for line in kept)
+                table = [dict(zip(header, map(float, row), strict=True)) for row in rows]
+                step = int(table[-1].get("TotalEnvInteracts", epoch)) + 1
+        except (OSError, ValueError, OverflowError) as e:
+            return f"{self.progress_path} is damaged: {printable(e)}"
         write_atomically(self.progress_path, lambda f: f.writelines(kept))
-        if kept:
-            header, last = (line.decode().rstrip("\n").split("\t") for line in (kept[0], kept[-1]))
-            row = dict(zip(header, last, strict=True))
-            self._open_events(int(row.get("TotalEnvInteracts", epoch)) + 1)
-        elif list(self.output_dir.glob("events.out.tfevents.*")):
-            self._open_events(0)
+        if kept or any(self.output_dir.glob("events.out.tfevents.*")):
+            self._open_events(step)
         return None
 
 

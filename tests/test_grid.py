@@ -379,10 +379,10 @@ PARAM_KEYS = st.sampled_from(
     params=st.dictionaries(PARAM_KEYS, TOML_VALUES, max_size=4),
 )
 def test_any_sweep_is_planned_inside_data_dir_or_refused(top, params):
-    def read(path_mode_file):
+    def read(text):
         return {"script": str(FAKE), "params": params, **top}
 
-    original, grid.tomllib.load = grid.tomllib.load, read
+    original, grid.tomllib.loads = grid.tomllib.loads, read
     try:
         sweep = grid.read_sweep(__file__)
         sweep.data_dir = "data" if isinstance(sweep.data_dir, str) else sweep.data_dir
@@ -391,7 +391,7 @@ def test_any_sweep_is_planned_inside_data_dir_or_refused(top, params):
         assert str(e).startswith(__file__)
         return
     finally:
-        grid.tomllib.load = original
+        grid.tomllib.loads = original
     inside = os.path.abspath("data")
     for run in runs:
         path = os.path.abspath(run.directory)

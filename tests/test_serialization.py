@@ -75,7 +75,7 @@ def test_write_json(tmp_path):
     write_json(tmp_path / "a.json", {"é": float("nan"), "bad surrogate": "\ud800"})
     assert read_json(tmp_path / "a.json")["é"] is None
     (tmp_path / "b.json").write_text("{")
-    with pytest.raises(ValueError, match=r"b\.json is not valid JSON"):
+    with pytest.raises(ValueError, match=r"b\.json is damaged"):
         read_json(tmp_path / "b.json")
 
 
