@@ -3,6 +3,7 @@
 Most of it happens to four scripts: an on-policy and an off-policy one of each framework.
 """
 
+import contextlib
 import json
 import os
 import pty
@@ -80,6 +81,15 @@ def processes(word):
     """Pids of the processes with a word in their command line."""
     out = subprocess.run(["ps", "-eww", "-o", "pid=,args="], capture_output=True, text=True).stdout
     return [line.split()[0] for line in out.splitlines() if str(word) in line]
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on(tmp_path):
+    """A test that fails leaves no endless run behind."""
+    yield
+    for pid in processes(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def wait_for(condition, seconds=60):
@@ -193,6 +203,8 @@ def test_one_fault_after_another(tmp_path, script, ranks, career):
         for text in texts:
             text = text if ranks == 2 else text.replace(" on rank {rank} of 2", "")
             assert text.format(rank=rank) in result.stderr, seen
+        if how == "full_disk":
+            assert not list(directory.glob(".*.tmp")), seen  # it would take up room
         if word == "interrupted" and not how.endswith("twice"):
             assert saved_epochs(directory)[-1] == status["epoch"] == len(progress(directory)), seen
         assert (warning is None) or warning in result.stderr, seen
@@ -206,6 +218,7 @@ def test_one_fault_after_another(tmp_path, script, ranks, career):
     run(script, *words, ranks=ranks, env=ODD)
     assert_same_run(run_dir(tmp_path, "whole"), directory)
     assert read_status(directory)["status"] == "finished"
+    assert not list(directory.rglob(".*.tmp"))  # nothing half-written is left
 
 
 @pytest.mark.parametrize("script, ranks", [("ppo_tf1", 2)])
