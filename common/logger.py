@@ -234,6 +234,8 @@ class Logger:
         try:
             write_json(path, state)
         except OSError:  # without room for a new file, write over the old one
+            if not path.exists():
+                raise
             with open(path, "r+") as f:
                 f.write(json.dumps(state))
                 f.truncate()

