@@ -509,7 +509,7 @@ def test_two_processes_on_one_directory(tmp_path, script):
     )
     directory = run_dir(tmp_path, "run")
     wait_for(lambda: len(saved_epochs(directory)) == 3)
-    for flag in ("--resume", "--overwrite"):
+    for flag in ("--resume", "--overwrite") if script.endswith("torch") else ("--resume",):
         second = run(script, *words, flag, env=ODD, check=False)
         assert second.returncode == 2 and len(second.stderr.splitlines()) == 1
         assert f"is in use by process {first.pid} on" in second.stderr
@@ -591,7 +591,7 @@ def piped_to_head(words, env):
 
 def test_a_terminal_that_goes_away(tmp_path):
     """After nohup or disown, the terminal is closed: the run goes on, bars and tables unseen."""
-    words = command("ppo_torch", *flags("ppo_torch", data_dir=tmp_path, exp_name="run", epochs=200))
+    words = command("ppo_torch", *flags("ppo_torch", data_dir=tmp_path, exp_name="run", epochs=100))
     main, side = pty.openpty()
     process = subprocess.Popen(
         ["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *words],
@@ -604,4 +604,4 @@ def test_a_terminal_that_goes_away(tmp_path):
         seen += os.read(main, 4096)
     os.close(main)
     assert process.wait(timeout=100) == 0
-    assert len(progress(run_dir(tmp_path, "run"))) == 200
+    assert len(progress(run_dir(tmp_path, "run"))) == 100
