@@ -194,10 +194,11 @@ def test_one_fault_after_another(tmp_path, script, ranks, career):
         fault = {"rank": rank, "where": where, "how": how, "at": 2 * local_steps + 5}
         env = {**ODD, "FAULT": json.dumps({**fault, "told": str(told)})}
         result = run(script, *words, ranks=ranks, env=env, check=False)
+        seen = f"{fault}\n{result.stdout}\n{result.stderr}"
+        assert told.exists(), seen
         wait_for(lambda: not processes(tmp_path), float(told.read_text()) + 10 - time.time())
         told.unlink()
 
-        seen = f"{fault}\n{result.stdout}\n{result.stderr}"
         status, (word, *texts) = read_status(directory), SEEN[how]
         assert result.returncode and status["status"] == word, seen
         for text in texts:
