@@ -269,7 +269,7 @@ def train(args):
 
     Raises:
         UsageError: bad input; nothing was written.
-        FloatingPointError: an observation, a reward or a parameter became NaN or infinite.
+        FloatingPointError: an observation, reward, loss or parameter became NaN or infinite.
     """
     # Set-up: what cannot work is refused before anything is written.
     device = setup_pytorch_for_mpi(args.device)

@@ -275,7 +275,7 @@ def train(args):
 
     Raises:
         UsageError: bad input; nothing was written.
-        FloatingPointError: an observation, a reward or a parameter became NaN or infinite.
+        FloatingPointError: an observation, reward, loss or parameter became NaN or infinite.
     """
     # Set-up: what cannot work is refused before anything is written.
     sess = setup_tf1_for_mpi(parallel_ops=True)

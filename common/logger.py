@@ -191,10 +191,10 @@ class Logger:
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._lock.flush()
-        if self.overwrite:
-            for pattern in RUN_FILES:
-                for path in self.output_dir.glob(pattern):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        half_written = [".*.tmp", "torch_save/.*.tmp"]  # by a process that was killed
+        for pattern in half_written + (RUN_FILES if self.overwrite else []):
+            for path in self.output_dir.glob(pattern):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         return None
 
     def _holds_run(self):
@@ -290,6 +290,8 @@ class Logger:
         try:
             write_json(path, state)
         except OSError:  # without room for a new file, write over the old one
+            if not path.exists():
+                raise
             with open(path, "r+") as f:
                 f.write(json.dumps(state))
                 f.truncate()

@@ -3,6 +3,7 @@
 Most of it happens to four scripts: an on-policy and an off-policy one of each framework.
 """
 
+import contextlib
 import json
 import os
 import pty
@@ -80,6 +81,15 @@ def processes(word):
     """Pids of the processes with a word in their command line."""
     out = subprocess.run(["ps", "-eww", "-o", "pid=,args="], capture_output=True, text=True).stdout
     return [line.split()[0] for line in out.splitlines() if str(word) in line]
+
+
+@pytest.fixture(autouse=True)
+def nothing_goes_on(tmp_path):
+    """A test that fails leaves no endless run behind."""
+    yield
+    for pid in processes(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
 
 
 def wait_for(condition, seconds=60):
@@ -184,15 +194,18 @@ def test_one_fault_after_another(tmp_path, script, ranks, career):
         fault = {"rank": rank, "where": where, "how": how, "at": 2 * local_steps + 5}
         env = {**ODD, "FAULT": json.dumps({**fault, "told": str(told)})}
         result = run(script, *words, ranks=ranks, env=env, check=False)
+        seen = f"{fault}\n{result.stdout}\n{result.stderr}"
+        assert told.exists(), seen
         wait_for(lambda: not processes(tmp_path), float(told.read_text()) + 10 - time.time())
         told.unlink()
 
-        seen = f"{fault}\n{result.stdout}\n{result.stderr}"
         status, (word, *texts) = read_status(directory), SEEN[how]
         assert result.returncode and status["status"] == word, seen
         for text in texts:
             text = text if ranks == 2 else text.replace(" on rank {rank} of 2", "")
             assert text.format(rank=rank) in result.stderr, seen
+        if how == "full_disk":
+            assert not list(directory.glob(".*.tmp")), seen  # it would take up room
         if word == "interrupted" and not how.endswith("twice"):
             assert saved_epochs(directory)[-1] == status["epoch"] == len(progress(directory)), seen
         assert (warning is None) or warning in result.stderr, seen
@@ -206,6 +219,7 @@ def test_one_fault_after_another(tmp_path, script, ranks, career):
     run(script, *words, ranks=ranks, env=ODD)
     assert_same_run(run_dir(tmp_path, "whole"), directory)
     assert read_status(directory)["status"] == "finished"
+    assert not list(directory.rglob(".*.tmp"))  # nothing half-written is left
 
 
 @pytest.mark.parametrize("script, ranks", [("ppo_tf1", 2)])
@@ -310,16 +324,15 @@ def test_no_policy_of_nans_is_saved(tmp_path, script):
                    for x in saved.values())  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_numbers_stop_all_ranks(tmp_path, kind, ranks):
-    """The same from the command line: exit code and status, on all ranks at once."""
-    kwargs = {"kind": kind, "at": 50 // ranks}
+def test_bad_numbers_stop_all_ranks(tmp_path, kind):
+    """The same from the command line, on two ranks: exit code and status."""
+    kwargs = {"kind": kind, "at": 25}
     words = flags("ppo_torch", data_dir=tmp_path, exp_name="bad", epochs=3, env_kwargs=kwargs)
-    result = run("ppo_torch", *words, ranks=ranks, env=ODD, check=False, timeout=100)
+    result = run("ppo_torch", *words, ranks=2, env=ODD, check=False, timeout=100)
     text = rf"FloatingPointError: ({BAD[kind]}) is NaN or infinite on rank 0 in epoch 1"
     directory = run_dir(tmp_path, "bad")
-    assert result.returncode == 1 and re.search(text, result.stderr), result.stderr
+    assert result.returncode and re.search(text, result.stderr), result.stderr
     status = read_status(directory)
     assert status["status"] == "failed" and re.fullmatch(text, status["error"])
     assert saved_epochs(directory) == [0, 1]
@@ -497,7 +510,7 @@ def test_two_processes_on_one_directory(tmp_path, script):
     )
     directory = run_dir(tmp_path, "run")
     wait_for(lambda: len(saved_epochs(directory)) == 3)
-    for flag in ("--resume", "--overwrite"):
+    for flag in ("--resume", "--overwrite") if script.endswith("torch") else ("--resume",):
         second = run(script, *words, flag, env=ODD, check=False)
         assert second.returncode == 2 and len(second.stderr.splitlines()) == 1
         assert f"is in use by process {first.pid} on" in second.stderr
@@ -579,7 +592,7 @@ def piped_to_head(words, env):
 
 def test_a_terminal_that_goes_away(tmp_path):
     """After nohup or disown, the terminal is closed: the run goes on, bars and tables unseen."""
-    words = command("ppo_torch", *flags("ppo_torch", data_dir=tmp_path, exp_name="run", epochs=200))
+    words = command("ppo_torch", *flags("ppo_torch", data_dir=tmp_path, exp_name="run", epochs=100))
     main, side = pty.openpty()
     process = subprocess.Popen(
         ["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *words],
@@ -592,4 +605,4 @@ def test_a_terminal_that_goes_away(tmp_path):
         seen += os.read(main, 4096)
     os.close(main)
     assert process.wait(timeout=100) == 0
-    assert len(progress(run_dir(tmp_path, "run"))) == 200
+    assert len(progress(run_dir(tmp_path, "run"))) == 100
