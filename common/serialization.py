@@ -206,8 +206,6 @@ def read_npz(file):
                     raise ValueError(f"member {printable(name)!r} is not one array")
                 if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
                     raise ValueError(f"member {printable(name)!r} is compressed or encrypted")
-                if member.compress_size != member.file_size:
-                    raise ValueError(f"member {printable(name)!r} has two sizes")
                 with archive.open(member) as f:
                     arrays[name] = _read_npy(f, member.file_size)
     except (zipfile.BadZipFile, RuntimeError, EOFError, OverflowError, struct.error) as e:

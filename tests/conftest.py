@@ -16,6 +16,14 @@ PATH = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", 
 MPIRUN = shutil.which("mpirun", path=PATH)
 
 
+@pytest.fixture(autouse=True)
+def whole_floats():
+    """Undo what a torch script does to this process: Hypothesis refuses to draw floats without
+    denormal numbers."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)
+
+
 def load_script(name):
     """The module of a script in algos/, by file name without .py."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "algos" / f"{name}.py")
