@@ -412,8 +412,9 @@ def train(args):
 
         test(actor, epoch)
         state = {name: to_arrays(part.state_dict()) for name, part in stateful.items()}
-        new = buf.newest(local_steps_per_epoch)
-        check_finite(f"epoch {epoch}", transition=new, parameter=state["ac"])
+        obs, _, rew, obs2, _ = np.split(buf.newest(local_steps_per_epoch), buf.columns, axis=-1)
+        obs = {"before": obs, "after": obs2}
+        check_finite(f"epoch {epoch}", observation=obs, reward=rew, parameter=state["ac"])
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)

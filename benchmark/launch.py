@@ -16,11 +16,9 @@ import time
 from pathlib import Path
 
 from common import UsageError
+from common.logger import FREE_TO_CHANGE
 from common.serialization import check_inside, printable, read_json
 
-# Arguments that may differ between a run on disk and the one asked for: they do not touch its
-# numbers. (Of common/logger.py; exp_name follows from the directory.)
-FREE_TO_CHANGE = {"epochs", "save_freq", "data_dir", "resume", "overwrite", "num_cpu", "exp_name"}
 RUN_FILES = ("config.json", "progress.txt", "status.json", "checkpoint")
 LOG_NAME = "launch.log"
 LOG_HEAD = "--- "  # begins the line that a launch adds to a log
@@ -61,7 +59,8 @@ class Run:
         """What the run's numbers depend on: {argument: value}, as config.json records it."""
         settings = {n: f.default for n, f in self.fields.items() if f.has_default}
         settings |= self.params | {"seed": self.seed}
-        settings = {n: v for n, v in settings.items() if n not in FREE_TO_CHANGE}
+        free = FREE_TO_CHANGE | {"exp_name"}  # which follows from the directory
+        settings = {n: v for n, v in settings.items() if n not in free}
         settings |= {"script": Path(self.script).name, "ranks": self.num_cpu}
         return json.loads(json.dumps(settings))  # tuples become lists
 

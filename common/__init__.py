@@ -1,5 +1,14 @@
 """What all twelve scripts share, and nothing about learning."""
 
+import os
+import sys
+
+# Where a stream is closed (`>&-`), the next file that is opened, a checkpoint say, would take its
+# number, and whatever a library prints would land in it.
+for _name in ("stdin", "stdout", "stderr"):
+    if getattr(sys, _name) is None:
+        setattr(sys, _name, open(os.devnull, "r" if _name == "stdin" else "w"))  # noqa: SIM115
+
 
 class UsageError(ValueError):
     """Bad input: one line for the user and exit code 2. Raised by all ranks alike."""

@@ -3,6 +3,7 @@
 Exit codes: 0 finished (or nothing left to do), 1 failed, 2 bad input, 128 + signal interrupted.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -11,10 +12,41 @@ import traceback
 import warnings
 
 import gymnasium as gym
+import numpy as np
 
 from common import UsageError, logger
 from common.args import parse_args
 from common.mpi_tools import barrier, mpi_abort, mpi_fork, mpi_op, num_procs, proc_id
+
+
+class CheckedEnv(gym.Wrapper):
+    """Refuses observations and rewards of another shape than promised.
+
+    NumPy stores some of them all the same: one number fills a whole row.
+    """
+
+    def __init__(self, env):
+        super().__init__(env)
+        self.shape = env.observation_space.shape
+
+    def reset(self, **kwargs):
+        o, info = self.env.reset(**kwargs)
+        self.check(o)
+        return o, info
+
+    def step(self, action):
+        o, r, terminated, truncated, info = self.env.step(action)
+        self.check(o)
+        if isinstance(r, np.ndarray | list | tuple):
+            if np.size(r) != 1:
+                raise ValueError(f"{self.spec.id} gave a reward of shape {np.shape(r)}")
+            r = np.asarray(r).item()
+        return o, r, terminated, truncated, info
+
+    def check(self, o):
+        if np.shape(o) != self.shape:
+            wrong = f"gave an observation of shape {np.shape(o)}, not {self.shape}"
+            raise ValueError(f"{self.spec.id} {wrong} as its observation_space says")
 
 
 def make_env(env_id, env_kwargs, action_spaces):
@@ -41,6 +73,7 @@ def make_env(env_id, env_kwargs, action_spaces):
         if not isinstance(space, supported):
             names = " and ".join(kind.__name__ for kind in supported)
             raise UsageError(f"{env_id} has {type(space).__name__} {what}; supported: {names}")
+    env = CheckedEnv(env)
     if len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return env
@@ -61,7 +94,8 @@ def _on_signal(signum, frame):
         if proc_id() == 0:
             name = signal.Signals(signum).name
             text = f"\n{name}: stopping at the end of this epoch; once more stops at once\n"
-            os.write(2, text.encode())  # a print here could interrupt another one
+            with contextlib.suppress(OSError):  # where nobody reads any more
+                os.write(2, text.encode())  # a print here could interrupt another one
 
 
 def catch_signals():
@@ -76,9 +110,16 @@ def stop_requested():
     return mpi_op(float(_stop_signal is not None), "MAX") > 0
 
 
+def tell(text):
+    """Print a line on stderr, also where nobody reads any more: the way out must not fail."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
 def main(train, Args):
     """Run a script: read its flags, relaunch under mpirun if asked, train, set the exit code."""
-    script = os.path.basename(sys.argv[0])
+    sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: any path can be printed
+    script, args = os.path.basename(sys.argv[0]), None
     try:
         args = parse_args(Args)
         try:
@@ -90,14 +131,18 @@ def main(train, Args):
     except UsageError as e:
         all_agree = barrier(timeout=5)
         if proc_id() == 0 or not all_agree:
-            print(f"{script}: error: {e}", file=sys.stderr, flush=True)
+            tell(f"{script}: error: {e}")
+            logger.mark("failed", str(e))
         if not all_agree:
             mpi_abort(2)
         sys.exit(2)
-    except Exception as e:
-        # Without an abort the other ranks would wait for this one for ever.
+    except BaseException as e:
+        if args is None:  # --help
+            raise
+        # Without an abort the other ranks would wait for this one for ever, even if an environment
+        # called sys.exit.
         where = f" on rank {proc_id()} of {num_procs()}" if num_procs() > 1 else ""
-        print(f"{script}: failed{where}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        tell(f"{script}: failed{where}\n{traceback.format_exc()}")
         logger.mark("failed", f"{type(e).__name__}: {e}")
         mpi_abort(1)
     if not finished:

@@ -7,6 +7,7 @@ readers' own tools read ours. All methods are called by all ranks together; rank
 import contextlib
 import fcntl
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 from common import UsageError
 from common.checkpoint import Checkpointer, CheckpointError
-from common.mpi_tools import broadcast, mpi_statistics_scalar, num_procs, proc_id
+from common.mpi_tools import broadcast, check_finite, mpi_statistics_scalar, num_procs, proc_id
 from common.serialization import (
     check_inside,
     convert_json,
@@ -112,7 +113,7 @@ def mark(status, error=None):
     """Write down how the open run ended, from any rank; nothing happens if none is open."""
     if _open_logger is not None:
         # The disk may be what failed: then the way out must not fail too.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             _open_logger.write_status(status, error)
 
 
@@ -204,6 +205,8 @@ class Logger:
 
     def close_lock(self):
         """Let other processes have the directory."""
+        global _open_logger
+        _open_logger = None
         if self._lock:
             self._lock.close()
             self._lock = None
@@ -283,7 +286,13 @@ class Logger:
     def write_status(self, status, error=None):
         """Write status.json: running, finished, interrupted or failed."""
         state = {"status": status, "epoch": self.epoch, "epochs": self.epochs, "error": error}
-        write_json(self.output_dir / "status.json", state)
+        path = self.output_dir / "status.json"
+        try:
+            write_json(path, state)
+        except OSError:  # without room for a new file, write over the old one
+            with open(path, "r+") as f:
+                f.write(json.dumps(state))
+                f.truncate()
 
     def close(self, clear=False):
         """The end of the run: `finished`, or `interrupted` if epochs are left.
@@ -294,7 +303,6 @@ class Logger:
         Returns:
             whether the run is finished.
         """
-        global _open_logger
         done = self.epoch >= self.epochs
         if proc_id() == 0:
             if self.finished:
@@ -306,8 +314,7 @@ class Logger:
             for file in (self.progress_file, self.events):
                 if file:
                     file.close()
-            self.close_lock()
-        _open_logger = None
+        self.close_lock()
         return done
 
     # Terminal and tables ------------------------------------------------------------------------
@@ -319,7 +326,7 @@ class Logger:
             try:
                 tqdm.write(colorize(message, color) if color and tty else message, file=sys.stdout)
                 sys.stdout.flush()
-            except BrokenPipeError:  # whoever read the output has left; the run goes on unseen
+            except OSError:  # the reader or the terminal is gone; the run goes on unseen
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def progress(self, steps, epoch):
@@ -474,10 +481,15 @@ class EpochLogger(Logger):
             value: the value; if None, statistics are logged: `Average<key>` and `Std<key>`, with
                 `with_min_and_max` also `Max<key>` and `Min<key>`, with `average_only` just the
                 mean, under `key` itself. NaN where no rank stored anything.
+
+        Raises:
+            FloatingPointError: on all ranks, if a loss or a return is NaN or infinite on any.
         """
         if value is not None:
             super().log_tabular(key, value)
             return
+        if "Loss" in key or "EpRet" in key:
+            check_finite(f"epoch {self.epoch}", **{key: self.stacked(key)})
         mean, std, low, high = self.get_stats(key)
         super().log_tabular(key if average_only else f"Average{key}", mean)
         if not average_only:
@@ -489,9 +501,12 @@ class EpochLogger(Logger):
 
     def get_stats(self, key):
         """(mean, std, min, max) over all ranks of what was stored under `key` in this epoch."""
+        return mpi_statistics_scalar(self.stacked(key), with_min_and_max=True)
+
+    def stacked(self, key):
+        """This rank's numbers under `key` in this epoch, an array [N]."""
         values = [np.ravel(v) for v in self.stored.get(key, [])]
-        values = np.concatenate(values) if values else []
-        return mpi_statistics_scalar(values, with_min_and_max=True)
+        return np.concatenate(values) if values else np.zeros(0)
 
 
 def _tag(column):

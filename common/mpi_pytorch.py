@@ -76,24 +76,25 @@ def mpi_avg_grads(module):
     """Average the gradients of `module` over all ranks, in place, with one message."""
     if num_procs() == 1:
         return
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
-    flat = torch.cat([g.reshape(-1) for g in grads]).cpu().numpy()
-    total = np.empty_like(flat)
-    allreduce(flat, total)
-    parts = torch.from_numpy(total / num_procs()).split([g.numel() for g in grads])
-    for g, part in zip(grads, parts, strict=True):
-        g.copy_(part.view_as(g))
+    params = [p for p in module.parameters() if p.grad is not None]
+    flat = _average(torch.cat([p.grad.flatten() for p in params]))
+    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
+        p.grad = part.view_as(p)
+
+
+def _average(x):
+    x_numpy = x.detach().cpu().numpy()
+    total = np.empty_like(x_numpy)
+    allreduce(x_numpy, total)
+    total /= num_procs()
+    return torch.from_numpy(total).to(x.device)
 
 
 @torch.library.custom_op("common::mpi_avg", mutates_args=())
 def mpi_avg_tensor(x: torch.Tensor) -> torch.Tensor:
     """Average a tensor over all ranks: an operator of its own, so a compiled graph can hold it."""
     _let_others_compile()  # in a graph's first call: it is compiled by now, and needs them all
-    x_numpy = x.detach().cpu().numpy()
-    total = np.empty_like(x_numpy)
-    allreduce(x_numpy, total)
-    total /= num_procs()
-    return torch.from_numpy(total).to(x.device)
+    return _average(x)
 
 
 @mpi_avg_tensor.register_fake

@@ -181,12 +181,16 @@ def save_model(sess, inputs, outputs, output_dir):
         tf.add_to_collection("saver", tf.train.Saver())
     signature = tf.saved_model.predict_signature_def(inputs, outputs)
     builder = tf.saved_model.Builder(str(temporary))
-    builder.add_meta_graph_and_variables(
-        sess,
-        [tf.saved_model.SERVING],
-        signature_def_map={tf.saved_model.DEFAULT_SERVING_SIGNATURE_DEF_KEY: signature},
-        saver=tf.get_collection("saver")[0],
-    )
-    builder.save()
+    try:
+        builder.add_meta_graph_and_variables(
+            sess,
+            [tf.saved_model.SERVING],
+            signature_def_map={tf.saved_model.DEFAULT_SERVING_SIGNATURE_DEF_KEY: signature},
+            saver=tf.get_collection("saver")[0],
+        )
+        builder.save()
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # the disk is full: leave room to say so
+        raise
     shutil.rmtree(path, ignore_errors=True)
     os.rename(temporary, path)

@@ -6,6 +6,7 @@ sums lose counts above 2**24. MPI starts at the first call that needs it, never 
 `mpi_fork` can still replace the process.
 """
 
+import contextlib
 import functools
 import os
 import shutil
@@ -102,8 +103,9 @@ def barrier(timeout=None):
 
 def mpi_abort(code):
     """End every rank at once with exit code `code`; with a single rank, end this process."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # where nobody reads any more
+            stream.flush()
     if num_procs() > 1:
         _mpi().COMM_WORLD.Abort(code)
     os._exit(code)

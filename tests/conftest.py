@@ -16,6 +16,12 @@ PATH = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", 
 MPIRUN = shutil.which("mpirun", path=PATH)
 
 
+# Workers of pytest-xdist share the cores out, so that what they start does not fight for them.
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
+    cores, workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.sched_setaffinity(0, cores[int(worker[2:]) % len(cores) :: workers])
+
+
 @pytest.fixture(autouse=True)
 def whole_floats():
     """Undo what a torch script does to this process: Hypothesis refuses to draw floats without

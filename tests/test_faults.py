@@ -1,172 +1,595 @@
-"""What a long run meets: bad numbers, dead ranks, full disks, closed pipes."""
+"""What a long run meets: bad numbers, dead ranks, full disks, closed pipes, odd environments.
+
+Most of it happens to four scripts: an on-policy and an off-policy one of each framework.
+"""
 
 import json
-import shutil
-import subprocess
-import time
-
-import pytest
-from conftest import command, progress, run, run_dir
-
-ODD = """
 import os
-import resource
-import gymnasium as gym
+import pty
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import numpy as np
-from gymnasium.spaces import Box
+import pandas as pd
+import pytest
+import torch
+from conftest import ROOT, command, load_script, mpi, progress, run, run_dir
 
-class Odd(gym.Env):
-    observation_space, action_space = Box(-np.inf, np.inf, (3,), np.float64), Box(-1, 1, (2,))
+from common import UsageError
+from common.checkpoint import tree_from_bytes
+from common.mpi_tf1 import tf
 
-    def __init__(self, kind, at=0):
-        self.kind, self.at, self.steps, self.len = kind, at, 0, 0
-
-    def obs(self):
-        o = self.np_random.normal(size=3)
-        if self.kind == "nan observation" and self.steps >= self.at:
-            o[1] = np.nan
-        return {"ints": np.arange(3), "list": [0, 1, 2]}.get(self.kind, o)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.len = 0
-        return self.obs(), {}
-
-    def step(self, action):
-        self.steps, self.len = self.steps + 1, self.len + 1
-        late = self.steps >= self.at
-        if self.kind == "raise" and late:
-            raise RuntimeError("the robot fell apart")
-        if self.kind == "kill" and late:
-            os.kill(os.getpid(), 9)
-        if self.kind == "full disk" and late:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, -1))
-        bad = {"nan reward": np.nan, "infinite reward": np.inf, "huge reward": 1e38}
-        r = bad.get(self.kind, -1.0) if late else -1.0
-        return self.obs(), r, self.len >= {"short": 1, "endless": 1e9}.get(self.kind, 50), False, {}
-
-gym.register("Odd-v0", Odd)
-"""
-FLAGS = ["--steps-per-epoch", 400, "--train-pi-iters", 3, "--train-v-iters", 3, "--save-freq", 1]
+SCRIPTS = sorted(p.stem for p in (ROOT / "algos").glob("*.py"))
+ODD = {"PYTHONPATH": str(ROOT / "tests")}  # where odd_env.py is
 
 
-def odd(tmp_path, kind, ranks=1, at=0, epochs=3):
-    """Run PPO on the odd environment. Returns the finished process and status.json."""
-    (tmp_path / "odd.py").write_text(ODD)
-    flags = ["--env-id", "odd:Odd-v0", "--env-kwargs", json.dumps({"kind": kind, "at": at})]
-    flags += [*FLAGS, "--epochs", epochs, "--data-dir", tmp_path, "--exp-name", "odd"]
-    env = {"PYTHONPATH": str(tmp_path)}
-    result = run("ppo_torch", *flags, ranks=ranks, env=env, check=False, timeout=100)
-    return result, json.loads((run_dir(tmp_path, "odd") / "status.json").read_text())
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize(
-    "kind, what",
-    [
-        ("nan observation", "observation"),
-        ("nan reward", "reward"),
-        ("infinite reward", "reward"),
-        ("huge reward", "parameter"),
-    ],
-)
-def test_bad_numbers_stop_all_ranks(tmp_path, kind, what, ranks):
-    """In the second epoch: the line names what and where, and the first checkpoint stays."""
-    result, status = odd(tmp_path, kind, ranks, at=500 // ranks)
-    text = f"FloatingPointError: {what} is NaN or infinite on rank 0 in epoch 1"
-    assert result.returncode and text in result.stderr
-    assert status["status"] == "failed" and status["error"] == text
-    checkpoints = run_dir(tmp_path, "odd") / "checkpoint"
-    assert [p.name for p in checkpoints.glob("epoch_*")] == ["epoch_000001"]
-
-
-@pytest.mark.parametrize("kind", ["ints", "list", "short", "endless"])
-def test_odd_but_usable_environments(tmp_path, kind):
-    """Observations of other types, episodes of one step, episodes without end."""
-    result, status = odd(tmp_path, kind)
-    assert result.returncode == 0 and status["status"] == "finished", result.stderr
-    table = progress(run_dir(tmp_path, "odd"))
-    lengths = {"ints": 50, "list": 50, "short": 1}
-    if kind == "endless":
-        assert table.EpLen.isna().all()  # no episode ended: nobody knows a return
+def settings(script, **more):
+    """Arguments of a run that is as quick as can be, on the odd environment."""
+    args = {"env_id": "odd_env:Odd-v0", "hidden_sizes": (8,), "steps_per_epoch": 40}
+    args |= {"max_ep_len": 20, "save_freq": 1}
+    algo, framework = script.split("_")
+    if algo in ("vpg", "trpo", "ppo"):
+        args |= {"train_v_iters": 2} | ({"train_pi_iters": 2} if algo == "ppo" else {})
     else:
-        assert (table.EpLen == lengths[kind]).all()
+        args |= {"start_steps": 30, "update_after": 20, "update_every": 10, "batch_size": 4}
+        args |= {"replay_size": 400, "num_test_episodes": 1}
+        args |= {"compile": False} if framework == "torch" else {}
+    return args | more
 
 
-def test_a_killed_rank_takes_the_others_along(tmp_path):
-    """And leaves a run that resumes."""
-    result, status = odd(tmp_path, "kill", ranks=2, at=300)
-    assert result.returncode and status["status"] == "running"
-    assert not processes(str(tmp_path))
+def flags(script, **more):
+    """The same as words of a command line."""
+    words = []
+    for name, value in settings(script, **more).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            value = json.dumps(value) if isinstance(value, dict) else value
+            words += [f"--{flag}", *(value if isinstance(value, tuple) else [value])]
+    return words
 
 
-def test_a_killed_mpirun_leaves_no_process(tmp_path):
-    flags = ["--env-id", "CartPole-v1", *FLAGS, "--epochs", 10**6, "--data-dir", tmp_path]
-    process = subprocess.Popen(command("ppo_torch", *flags, ranks=4), stdout=subprocess.DEVNULL)
-    directory = run_dir(tmp_path, "ppo_torch_CartPole-v1")
-    wait_for(lambda: (directory / "checkpoint").is_dir())
-    assert processes(str(tmp_path))
-    process.kill()
-    process.wait()
-    wait_for(lambda: not processes(str(tmp_path)), seconds=10)
+def train(script, **more):
+    """Train in this process, which spares the start."""
+    module = load_script(script)
+    return module.train(module.Args(**settings(script, **more)))
+
+
+def read_status(directory):
+    return json.loads((directory / "status.json").read_text())
+
+
+def saved_epochs(directory):
+    """Those that checkpoints are of, and 0, from which a run can start at any time."""
+    return [0, *sorted(int(p.name[-6:]) for p in directory.glob("checkpoint/epoch_*"))]
+
+
+def saved_state(directory, rank=0):
+    newest = sorted(directory.glob("checkpoint/epoch_*"))[-1]
+    return tree_from_bytes((newest / f"rank_{rank}.npz").read_bytes())["script"]
 
 
 def processes(word):
     """Pids of the processes with a word in their command line."""
     out = subprocess.run(["ps", "-eww", "-o", "pid=,args="], capture_output=True, text=True).stdout
-    return [line.split()[0] for line in out.splitlines() if word in line]
+    return [line.split()[0] for line in out.splitlines() if str(word) in line]
 
 
 def wait_for(condition, seconds=60):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
+        time.sleep(0.02)
+
+
+def kill_all(pid):
+    """SIGKILL to a process and all that it started, in whatever process groups they are."""
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True)
+    os.kill(pid, signal.SIGKILL)
+    for child in children.stdout.split():
+        kill_all(int(child))
+
+
+def assert_same_run(a, b):
+    """Two runs have the same table but for Time, and end with the same policy."""
+    pd.testing.assert_frame_equal(progress(a), progress(b), check_exact=True)
+    with np.load(a / "policy.npz") as x, np.load(b / "policy.npz") as y:
+        assert sorted(x) == sorted(y) and all((x[key] == y[key]).all() for key in x)
+
+
+# One fault after another --------------------------------------------------------------------------
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+# What is seen of a fault: the word in status.json, and what stands on stderr.
+SEEN = {
+    "raises": ("failed", "failed on rank {rank} of 2\nTraceback", "the robot fell apart"),
+    "exits": ("failed", "failed on rank {rank} of 2\nTraceback", "SystemExit"),
+    "kill": ("running",),  # nobody was left to say otherwise
+    "kill_mpirun": ("running",),
+    "nan_observation": ("failed", "observation is NaN or infinite on rank {rank} in epoch"),
+    "full_disk": ("failed", "failed on rank {rank} of 2", "File too large"),
+    "sigterm": ("interrupted", "SIGTERM: stopping at the end of this epoch"),
+    "sigint": ("interrupted", "SIGINT: stopping at the end of this epoch"),
+    "sigusr1": ("interrupted", "SIGUSR1: stopping at the end of this epoch"),
+    "sigterm_twice": ("interrupted", "SIGTERM: stopping at the end of this epoch"),
+}
+# (rank, where, how), and what is done to the newest checkpoint before the run is resumed.
+TWO_RANKS = {
+    "sac_torch": [
+        ((0, "rollout", "raises"), (flip_a_bit, "epoch_{:06d}/rank_1.npz")),
+        ((1, "update", "raises"), None),
+        ((0, "save", "raises"), (truncate, "journal/rank_1_{:06d}.npz")),
+        ((1, "save", "kill"), None),
+        ((0, "rollout", "kill_mpirun"), None),
+        ((1, "rollout", "nan_observation"), (Path.unlink, "epoch_{:06d}/rank_1.npz")),
+        ((1, "rollout", "full_disk"), None),
+        ((0, "save", "sigterm"), None),
+        ((1, "save", "sigterm_twice"), None),
+        ((0, "rollout", "sigusr1"), None),
+        ((1, "rollout", "exits"), None),
+    ],
+    "trpo_tf1": [
+        ((1, "reset", "raises"), (Path.unlink, "epoch_{:06d}/rank_0.npz")),
+        ((0, "update", "raises"), None),
+        ((1, "save", "raises"), None),
+        ((0, "update", "kill"), (flip_a_bit, "epoch_{:06d}/rank_1.npz")),
+        ((1, "rollout", "kill_mpirun"), None),
+        ((0, "rollout", "full_disk"), None),
+        ((0, "save", "sigusr1"), None),
+        ((0, "rollout", "sigterm_twice"), None),
+        ((0, "rollout", "sigint"), None),
+    ],
+}
+ONE_RANK = {
+    "td3_tf1": [
+        ((0, "save", "sigint"), (flip_a_bit, "journal/rank_0_{:06d}.npz")),
+        ((0, "save", "sigterm_twice"), None),
+        ((0, "rollout", "full_disk"), None),
+        ((0, "rollout", "sigusr1"), None),
+    ],
+}
+CAREERS = [(s, 2, c) for s, c in TWO_RANKS.items()] + [(s, 1, c) for s, c in ONE_RANK.items()]
+
+
+@pytest.mark.parametrize("script, ranks, career", CAREERS, ids=[*TWO_RANKS, *ONE_RANK])
+def test_one_fault_after_another(tmp_path, script, ranks, career):
+    """Whatever befalls the run: all ranks are gone within 10 seconds, the exit code is not 0, the
+    line names the rank, the status tells; every attempt goes forward, over damaged checkpoints too;
+    and in the end the run is the same, to the letter, as one that nothing happened to."""
+    words = flags(script, data_dir=tmp_path, epochs=3 * len(career) + 1)
+    run(script, *words, "--exp-name", "whole", ranks=ranks, env=ODD)
+    directory, told, warning = run_dir(tmp_path, "unlucky"), tmp_path / "told", None
+    words += ["--exp-name", "unlucky", "--resume"]
+    for (rank, where, how), damage in career:
+        before = saved_epochs(directory)
+        local_steps = 40 // ranks
+        # In the third epoch of this process: two are saved before.
+        fault = {"rank": rank, "where": where, "how": how, "at": 2 * local_steps + 5}
+        env = {**ODD, "FAULT": json.dumps({**fault, "told": str(told)})}
+        result = run(script, *words, ranks=ranks, env=env, check=False)
+        wait_for(lambda: not processes(tmp_path), float(told.read_text()) + 10 - time.time())
+        told.unlink()
+
+        seen = f"{fault}\n{result.stdout}\n{result.stderr}"
+        status, (word, *texts) = read_status(directory), SEEN[how]
+        assert result.returncode and status["status"] == word, seen
+        for text in texts:
+            text = text if ranks == 2 else text.replace(" on rank {rank} of 2", "")
+            assert text.format(rank=rank) in result.stderr, seen
+        if word == "interrupted" and not how.endswith("twice"):
+            assert saved_epochs(directory)[-1] == status["epoch"] == len(progress(directory)), seen
+        assert (warning is None) or warning in result.stderr, seen
+        assert saved_epochs(directory)[-1] > before[-1 if warning is None else -2], seen
+
+        warning = None
+        if damage:
+            (spoil, file), newest = damage, saved_epochs(directory)[-1]
+            spoil(directory / "checkpoint" / file.format(newest))
+            warning = f"WARNING: checkpoint epoch_{newest:06d} is damaged"
+    run(script, *words, ranks=ranks, env=ODD)
+    assert_same_run(run_dir(tmp_path, "whole"), directory)
+    assert read_status(directory)["status"] == "finished"
+
+
+@pytest.mark.parametrize("script, ranks", [("ppo_tf1", 2)])
+def test_killed_at_random_until_finished(tmp_path, script, ranks):
+    """kill -9 at random moments until the run gets through, as for other scripts elsewhere."""
+    words = flags(script, data_dir=tmp_path, epochs=60, steps_per_epoch=400, hidden_sizes=(32, 32))
+    run(script, *words, "--exp-name", "whole", ranks=ranks, env=ODD)
+    rng, kills, directory = random.Random(1), 0, run_dir(tmp_path, "killed")
+    while True:
+        process = subprocess.Popen(
+            command(script, *words, "--exp-name", "killed", "--resume", ranks=ranks),
+            env={**os.environ, **ODD},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        goal = saved_epochs(directory)[-1] + rng.randint(2, 10)
+        while process.poll() is None and saved_epochs(directory)[-1] < goal:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.1))
+        if process.poll() is None and kills < 3:
+            kill_all(process.pid)
+            kills += 1
+        if process.wait(timeout=120) == 0:
+            break
+    assert kills >= 2
+    assert_same_run(run_dir(tmp_path, "whole"), directory)
+
+
+def test_a_killed_sweep_leaves_no_process(tmp_path):
+    """kill -9 to grid.py, which runs an on-policy and an off-policy script on two ranks each."""
+    (tmp_path / "sweep.toml").write_text(
+        f'name = "s"\nscript = ["algos/ppo_tf1.py", "algos/sac_torch.py"]\nworkers = 2\n'
+        f'num_cpu = 2\ndata_dir = "{tmp_path}/data"\n'
+        '[params]\nenv_id = "Pendulum-v1"\nepochs = 1000000\nsteps_per_epoch = 100\nsave_freq = 1\n'
+        '[params.compile]\nvals = [false]\nscripts = ["sac_*"]\n'
+        '[params.num_test_episodes]\nvals = [0]\nscripts = ["sac_*"]\n'
+    )
+    words = [sys.executable, str(ROOT / "benchmark" / "grid.py"), str(tmp_path / "sweep.toml")]
+    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
+    runs = [tmp_path / f"data/s_{script}/s_{script}_s0" for script in ("ppo_tf1", "sac_torch")]
+    wait_for(lambda: all(saved_epochs(run)[-1] > 0 for run in runs))
+    assert len(processes(tmp_path)) >= 1 + 2 * 3  # grid.py, and of two runs mpirun and ranks
+    process.kill()
+    process.wait()
+    wait_for(lambda: not processes(tmp_path), seconds=10)
+
+
+def test_a_killed_mpirun_leaves_no_process(tmp_path):
+    """Nor does one of four ranks. (With two it is killed in one fault after another.)"""
+    words = flags("ppo_torch", data_dir=tmp_path, exp_name="run", epochs=10**6)
+    process = subprocess.Popen(
+        command("ppo_torch", *words, ranks=4),
+        env={**os.environ, **ODD},
+        stdout=subprocess.DEVNULL,
+    )
+    wait_for(lambda: saved_epochs(run_dir(tmp_path, "run"))[-1] > 0)
+    assert len(processes(tmp_path)) >= 5
+    process.kill()
+    process.wait()
+    wait_for(lambda: not processes(tmp_path), seconds=10)
+
+
+# Bad numbers --------------------------------------------------------------------------------------
+
+# On a reward of 1e38 the square of V's error is infinite, and whether the parameters survive that
+# depends on the algorithm; either is noticed.
+BAD = {
+    "nan observation": "observation",
+    "nan reward": "reward",
+    "infinite reward": "reward",
+    "huge reward": "parameter|LossV|LossQ|LossPi",
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_policy_of_nans_is_saved(tmp_path, script):
+    """In the second epoch a number goes bad: the line names what and where, and all that is saved,
+    for NumPy, for the framework and to resume from, is of the first epoch and one and the same."""
+    for kind, what in BAD.items():
+        if kind == "infinite reward" and script.endswith("tf1"):
+            continue  # to build a graph takes a second
+        text = rf"^({what}) is NaN or infinite on rank 0 in epoch 1$"
+        args = {"data_dir": str(tmp_path), "exp_name": kind, "epochs": 5}
+        with pytest.raises(FloatingPointError, match=text), np.errstate(all="ignore"):
+            train(script, env_kwargs={"kind": kind, "at": 50}, **args)
+        directory = run_dir(tmp_path, kind)
+        assert saved_epochs(directory) == [0, 1] and len(progress(directory)) == 1
+        saved = saved_state(directory)["ac"]
+        if script.endswith("torch"):
+            state = torch.load(directory / "torch_save" / "model.pt", weights_only=True)
+            model = {name: x.numpy() for name, x in state.items()}
+        else:
+            reader = tf.train.load_checkpoint(str(directory / "tf1_save/variables/variables"))
+            model = {name: reader.get_tensor(name) for name in saved}
+        assert len(saved) > 4
+        for name, x in saved.items():
+            assert np.isfinite(x).all() and (model[name] == x).all(), name
+        with np.load(directory / "policy.npz") as policy:
+            assert policy["epoch"] == 1 and np.isfinite(policy["weight_0"]).all()
+            first = policy["weight_0"]
+        assert any(first.shape in (x.shape, x.T.shape) and np.isin(first, x).all()
+                   for x in saved.values())  # fmt: skip
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_full_disk(tmp_path, ranks):
-    """From the second epoch on no file may grow beyond 4 kB: an error, and nothing is lost."""
-    result, status = odd(tmp_path, "full disk", ranks, at=500 // ranks)
-    assert result.returncode and "OSError: [Errno 27] File too large" in result.stderr
-    assert status["status"] == "failed" and "File too large" in status["error"]
-    flags = ["--env-id", "odd:Odd-v0", "--env-kwargs", '{"kind": "full disk", "at": %d}']
-    flags[-1] %= 500 // ranks
-    assert len(list((run_dir(tmp_path, "odd") / "checkpoint").glob("epoch_*"))) == 1
-    (tmp_path / "odd.py").write_text(ODD.replace("4096", "2**30"))  # there is room again
-    flags += [*FLAGS, "--epochs", 3, "--data-dir", tmp_path, "--exp-name", "odd", "--resume"]
-    run("ppo_torch", *flags, ranks=ranks, env={"PYTHONPATH": str(tmp_path)})
-    assert progress(run_dir(tmp_path, "odd")).Epoch.tolist() == [0, 1, 2]
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_numbers_stop_all_ranks(tmp_path, kind, ranks):
+    """The same from the command line: exit code and status, on all ranks at once."""
+    kwargs = {"kind": kind, "at": 50 // ranks}
+    words = flags("ppo_torch", data_dir=tmp_path, exp_name="bad", epochs=3, env_kwargs=kwargs)
+    result = run("ppo_torch", *words, ranks=ranks, env=ODD, check=False, timeout=100)
+    text = rf"FloatingPointError: ({BAD[kind]}) is NaN or infinite on rank 0 in epoch 1"
+    directory = run_dir(tmp_path, "bad")
+    assert result.returncode == 1 and re.search(text, result.stderr), result.stderr
+    status = read_status(directory)
+    assert status["status"] == "failed" and re.fullmatch(text, status["error"])
+    assert saved_epochs(directory) == [0, 1]
 
 
-def test_a_closed_pipe(tmp_path):
-    """`| head -1` takes the output away; the run goes on."""
-    flags = ["--env-id", "CartPole-v1", *FLAGS, "--epochs", 4, "--data-dir", tmp_path]
-    line = " ".join(f"'{word}'" for word in command("ppo_torch", *flags))
-    subprocess.run(["bash", "-o", "pipefail", "-c", f"{line} | head -1"], check=True, timeout=100)
-    assert len(progress(run_dir(tmp_path, "ppo_torch_CartPole-v1"))) == 4
+# Odd environments ---------------------------------------------------------------------------------
+
+FOUR = ["ppo_torch", "trpo_tf1", "sac_torch", "td3_tf1"]
+OBS = "Odd-v0 gave an observation of shape {}, not (3,) as its observation_space says"
+WRONG = {
+    "one number": OBS.format("(1,)"),
+    "too short": OBS.format("(2,)"),
+    "a column": OBS.format("(3, 1)"),
+    "a number": OBS.format("()"),
+    "two rewards": "Odd-v0 gave a reward of shape (2,)",
+}
 
 
-def test_all_checkpoints_damaged(tmp_path):
-    """Refused in one line, rather than started again in silence."""
-    flags = ["--env-id", "CartPole-v1", *FLAGS, "--data-dir", tmp_path, "--exp-name", "damaged"]
-    run("ppo_torch", *flags, "--epochs", 2)
-    checkpoints = run_dir(tmp_path, "damaged") / "checkpoint"
-    for path in checkpoints.glob("*/rank_0.npz"):
-        path.write_bytes(path.read_bytes()[:-1])
-    result = run("ppo_torch", *flags, "--epochs", 3, "--resume", check=False)
-    assert result.returncode == 2 and "error: no usable checkpoint in" in result.stderr
-    assert "Traceback" not in result.stderr
-    shutil.rmtree(checkpoints)
-    result = run("ppo_torch", *flags, "--epochs", 3, "--resume")
-    assert "Nothing to resume: starting from the beginning" in result.stdout
+@pytest.mark.parametrize("script", FOUR)
+def test_wrong_shapes_are_named(tmp_path, script):
+    """From the first reset on, or from some step on: what was promised, and what came."""
+    for kind, text in list(WRONG.items())[:: 4 if script.endswith("tf1") else 1]:
+        for at in (0, 7) if script.endswith("torch") else (7,):
+            args = {"data_dir": str(tmp_path), "exp_name": f"{kind} {at}", "epochs": 1}
+            with pytest.raises(ValueError, match=re.escape(text)):
+                train(script, env_kwargs={"kind": kind, "at": at}, **args)
+
+
+@pytest.mark.parametrize("script", FOUR)
+def test_odd_but_usable_environments(tmp_path, script):
+    """Observations of other types, rewards in arrays, episodes of one step and without end."""
+    tables = {}
+    kinds = ["ints", "list", "short"]
+    for kind in kinds if script.endswith("tf1") else ["", "reward in an array", *kinds]:
+        args = {"data_dir": str(tmp_path), "exp_name": f"run {kind}", "epochs": 2}
+        assert train(script, env_kwargs={"kind": kind}, **args)
+        tables[kind] = progress(run_dir(tmp_path, f"run {kind}"))
+    if "" in tables:
+        pd.testing.assert_frame_equal(tables[""], tables["reward in an array"], check_exact=True)
+    pd.testing.assert_frame_equal(tables["ints"], tables["list"], check_exact=True)
+    assert (tables["ints"].EpLen == 20).all() and (tables["short"].EpLen == 1).all()
+    args = {"data_dir": str(tmp_path), "exp_name": "longer", "epochs": 2, "max_ep_len": 10**6}
+    if "num_test_episodes" in settings(script):
+        args["num_test_episodes"] = 0  # a test episode would have no end
+    assert train(script, env_kwargs={"kind": "endless"}, **args)
+    assert progress(run_dir(tmp_path, "longer")).EpLen.isna().all()  # nobody knows a return
+
+
+@pytest.mark.parametrize("script", FOUR)
+def test_actions_without_bounds(tmp_path, script):
+    """Fine where actions are clipped; where they are scaled to the bounds, refused in one line."""
+    args = {"data_dir": str(tmp_path), "exp_name": "run", "epochs": 1}
+    args["env_kwargs"] = {"kind": "no bounds"}
+    if script in ("ppo_torch", "trpo_tf1"):
+        assert train(script, **args)
+    else:
+        with pytest.raises(UsageError, match="has actions without bounds"):
+            train(script, **args)
+        assert not list(tmp_path.iterdir())
+
+
+# Checkpoints and directories ----------------------------------------------------------------------
+
+
+def test_killed_at_every_step_of_a_save(tmp_path):
+    """kill -9 before each call that changes the disk, cleaning up included: the checkpoint that
+    loads is whole, the one before or the new one, with its journal; and the next save succeeds."""
+    source = """
+import os, signal
+import numpy as np
+from common.checkpoint import Checkpointer
+
+def save(directory, epoch):
+    saver = Checkpointer(directory)
+    saver.load()
+    saver.save(epoch, {"t": np.full(9, epoch)}, {"row": np.full(9, epoch)}, journal_parts=2)
+
+def check(directory, *epochs):
+    epoch, state, journal = Checkpointer(directory).load()
+    assert epoch in epochs and (state["t"] == epoch).all(), epoch
+    assert [part["row"].tolist() for part in journal] == [[epoch - 1] * 9, [epoch] * 9]
+    return epoch
+
+def dying(real):
+    def call(*args, **kwargs):
+        calls.append(real)
+        if len(calls) > deaths:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+    return call
+
+deaths = 0
+while True:
+    directory, calls = f"saves_{deaths}", []
+    for epoch in (1, 2, 3):
+        save(directory, epoch)
+    child = os.fork()
+    if child == 0:
+        for name in ("mkdir", "fsync", "replace", "rename", "unlink", "rmdir"):
+            setattr(os, name, dying(getattr(os, name)))
+        save(directory, 4)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status == 0:
+        break
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    epoch = check(directory, 3, 4)
+    save(directory, epoch + 1)
+    check(directory, epoch + 1)
+    deaths += 1
+print("deaths:", deaths)
+"""
+    out = mpi(tmp_path, source, 1, cwd=tmp_path).stdout
+    assert int(out.split("deaths:")[1]) >= 12
+
+
+@pytest.mark.parametrize("script, other", [("sac_torch", "td3_torch"), ("trpo_tf1", "vpg_tf1")])
+def test_what_may_change_on_resume(tmp_path, script, other, monkeypatch, capsys):
+    """Epochs, as long as there are checkpoints, and then exactly; nothing that touches the numbers;
+    of other versions there is a warning. A run whose checkpoints are all damaged is refused."""
+    args = {"data_dir": str(tmp_path), "exp_name": "run"}
+    train(script, **args | {"exp_name": "whole", "epochs": 4})
+    module = load_script(script)
+    stops = iter([False, True])
+    monkeypatch.setattr(module, "stop_requested", lambda: next(stops))
+    assert not module.train(module.Args(**settings(script, **args, epochs=3)))
+    directory, args = run_dir(tmp_path, "run"), {**args, "resume": True}
+    for change, text in (
+        ({"gamma": 0.5}, "gamma was 0.99, is 0.5"),
+        ({"hidden_sizes": (9,)}, r"hidden_sizes was \[8\], is \[9\]"),
+        ({"seed": 0, "max_ep_len": 7}, "max_ep_len was 20, is 7"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            train(script, **args, **change)
+    with pytest.raises(UsageError, match=f"script was {script}.py, is {other}.py"):
+        train(other, **args)
+    assert read_status(directory)["status"] == "interrupted"
+
+    damaged = run_dir(tmp_path / "damaged", "run")
+    shutil.copytree(directory, damaged)
+    for path in damaged.glob("checkpoint/epoch_*/rank_0.npz"):
+        truncate(path)
+    with pytest.raises(UsageError, match="no usable checkpoint in"):
+        train(script, **args | {"data_dir": str(tmp_path / "damaged"), "epochs": 4})
+    err = capsys.readouterr().err
+    assert "checkpoint epoch_000002 is damaged" in err and "epoch_000001 is damaged" in err
+    assert len(progress(damaged)) == 2  # untouched
+
+    config = json.loads((directory / "config.json").read_text())
+    library = "torch" if script.endswith("torch") else "tensorflow"
+    now = config["versions"][library]
+    config["versions"][library] = "1.15"
+    (directory / "config.json").write_text(json.dumps(config))
+    assert train(script, **args, epochs=4)  # it began with 3
+    out = capsys.readouterr().out
+    assert f"WARNING: resuming with {library} {now}; the run began with 1.15" in out
+    assert_same_run(run_dir(tmp_path, "whole"), directory)
+    if "replay_size" in settings(script):
+        with pytest.raises(UsageError, match=r"cannot extend .*replay buffer and all, are deleted"):
+            train(script, **args, epochs=5)
+        assert read_status(directory)["status"] == "finished"
+    else:
+        assert train(script, **args, epochs=5) and len(progress(directory)) == 5
+
+
+@pytest.mark.parametrize("script", ["sac_torch", "ppo_tf1"])
+def test_two_processes_on_one_directory(tmp_path, script):
+    """The second refuses in one line and changes nothing; when the first is dead, its lock is no
+    hindrance."""
+    words = flags(script, data_dir=tmp_path, exp_name="run")
+    first = subprocess.Popen(
+        command(script, *words, "--epochs", 10**6),
+        env={**os.environ, **ODD},
+        stdout=subprocess.DEVNULL,
+    )
+    directory = run_dir(tmp_path, "run")
+    wait_for(lambda: len(saved_epochs(directory)) == 3)
+    for flag in ("--resume", "--overwrite"):
+        second = run(script, *words, flag, env=ODD, check=False)
+        assert second.returncode == 2 and len(second.stderr.splitlines()) == 1
+        assert f"is in use by process {first.pid} on" in second.stderr
+    assert first.poll() is None
+    first.kill()
+    first.wait()
+    assert (directory / ".lock").read_text().startswith(f"process {first.pid} on")
+    epochs = saved_epochs(directory)[-1] + 1
+    assert train(script, data_dir=str(tmp_path), exp_name="run", resume=True, epochs=epochs)
+    assert len(progress(directory)) == epochs
 
 
 def test_resume_with_other_ranks_is_refused(tmp_path):
-    flags = ["--env-id", "CartPole-v1", *FLAGS, "--data-dir", tmp_path, "--exp-name", "ranks"]
-    run("ppo_torch", *flags, "--epochs", 1)
-    result = run("ppo_torch", *flags, "--epochs", 2, "--resume", ranks=2, check=False)
+    words = flags("ppo_torch", data_dir=tmp_path, exp_name="ranks")
+    run("ppo_torch", *words, "--epochs", 1, env=ODD)
+    words += ["--epochs", 2, "--resume"]
+    result = run("ppo_torch", *words, ranks=2, check=False, env=ODD)
     assert result.returncode == 2 and "ranks was 1, is 2" in result.stderr
-    flags += ["--epochs", 2, "--resume", "--gamma", 0.5]
-    result = run("ppo_torch", *flags, check=False)
-    assert result.returncode == 2 and "gamma was 0.99, is 0.5" in result.stderr
+    assert read_status(run_dir(tmp_path, "ranks"))["status"] == "finished"
+
+
+def test_all_checkpoints_damaged(tmp_path):
+    """Refused in one line, rather than started again in silence; without any it does start."""
+    words = flags("ppo_torch", data_dir=tmp_path, exp_name="damaged")
+    run("ppo_torch", *words, "--epochs", 2, env=ODD)
+    directory = run_dir(tmp_path, "damaged")
+    for path in directory.glob("checkpoint/*/rank_0.npz"):
+        truncate(path)
+    result = run("ppo_torch", *words, "--epochs", 3, "--resume", check=False, env=ODD)
+    assert result.returncode == 2 and "error: no usable checkpoint in" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert read_status(directory)["status"] == "failed"
+    shutil.rmtree(directory / "checkpoint")
+    result = run("ppo_torch", *words, "--epochs", 3, "--resume", env=ODD)
+    assert "Nothing to resume: starting from the beginning" in result.stdout
+
+
+# Surroundings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", ["ppo_torch", "td3_tf1"])
+def test_nothing_but_a_place_for_the_data(tmp_path, script):
+    """Standard input, output and error closed, a working directory in which nobody can write, and a
+    path of letters that are not in ASCII."""
+    here = tmp_path / "Übung №1"
+    words = command(script, *flags(script, data_dir=here, exp_name="run", epochs=2))
+    words = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *words]
+    subprocess.run(words, env={**os.environ, **ODD}, cwd="/proc", check=True, timeout=100)
+    assert read_status(run_dir(here, "run"))["status"] == "finished"
+    assert len(progress(run_dir(here, "run"))) == 2
+
+
+def test_a_closed_pipe(tmp_path):
+    """`| head -1` takes the output away; the run goes on. So it does if the names that it prints
+    are not in the output's encoding."""
+    here = tmp_path / "Übung №1"
+    words = command("sac_torch", *flags("sac_torch", data_dir=here, exp_name="run", epochs=4))
+    result = piped_to_head(words, {"PYTHONIOENCODING": "ascii"})
+    assert result.returncode == 0 and not result.stderr
+    assert result.stdout.endswith(b"run_s0\n")
+    assert len(progress(run_dir(here, "run"))) == 4
+
+
+def test_a_closed_pipe_of_mpirun(tmp_path):
+    """MPICH's mpirun itself dies of it: then no rank is left, and the run resumes."""
+    words = flags("vpg_tf1", data_dir=tmp_path, exp_name="run", resume=True)
+    result = piped_to_head(command("vpg_tf1", *words, "--epochs", 10**6, ranks=2), {})
+    assert result.returncode
+    wait_for(lambda: not processes(tmp_path), seconds=10)
+    epochs = saved_epochs(run_dir(tmp_path, "run"))[-1] + 1
+    run("vpg_tf1", *words, "--epochs", epochs, ranks=2, env=ODD)
+    assert len(progress(run_dir(tmp_path, "run"))) == epochs
+
+
+def piped_to_head(words, env):
+    words = ["bash", "-o", "pipefail", "-c", '"$@" | head -1', "bash", *words]
+    return subprocess.run(words, env={**os.environ, **ODD, **env}, capture_output=True, timeout=100)
+
+
+def test_a_terminal_that_goes_away(tmp_path):
+    """After nohup or disown, the terminal is closed: the run goes on, bars and tables unseen."""
+    words = command("ppo_torch", *flags("ppo_torch", data_dir=tmp_path, exp_name="run", epochs=200))
+    main, side = pty.openpty()
+    process = subprocess.Popen(
+        ["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *words],
+        env={**os.environ, **ODD},
+        stdin=side, stdout=side, stderr=side, start_new_session=True,
+    )  # fmt: skip
+    os.close(side)
+    seen = b""
+    while b"AverageEpRet" not in seen:
+        seen += os.read(main, 4096)
+    os.close(main)
+    assert process.wait(timeout=100) == 0
+    assert len(progress(run_dir(tmp_path, "run"))) == 200

@@ -1,6 +1,7 @@
 """The run directory: who may write it, and whether others can read what is in it."""
 
 import dataclasses
+import errno
 import json
 import re
 import subprocess
@@ -12,8 +13,8 @@ import pytest
 from conftest import ROOT, mpi
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common import UsageError
-from common.logger import EpochLogger, Logger, colorize, setup_logger_kwargs, start_run
+from common import UsageError, serialization
+from common.logger import EpochLogger, Logger, colorize, mark, setup_logger_kwargs, start_run
 
 
 @dataclasses.dataclass
@@ -243,6 +244,37 @@ def test_unwritable_directory(tmp_path):
         Logger(tmp_path / "file" / "run")
     with pytest.raises(UsageError, match="cannot write to"):
         Logger("/proc/nothing/here")
+
+
+def test_a_full_disk_has_room_for_the_status(tmp_path, monkeypatch):
+    """Where no new file can be written, the old status.json is written over."""
+    logger = start(tmp_path, epochs=1234567)
+
+    def full(path, write):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(serialization, "write_atomically", full)
+    mark("failed", "OSError: No space left on device")
+    for status, error in (("failed", "OSError: No space left on device"), ("running", None)):
+        mark(status, error)
+        state = json.loads((logger.output_dir / "status.json").read_text())
+        assert (state["status"], state["error"]) == (status, error)
+
+
+def test_losses_and_returns_are_finite(tmp_path):
+    """One that is not stops the run before its row is written; one that nobody stored does not."""
+    for key in ("LossV", "DeltaLossPi", "TestEpRet"):
+        for bad in (np.nan, np.inf, np.array([0.5, -np.inf])):
+            logger = start(tmp_path, exp_name=f"{key}{bad}".replace(" ", ""))
+            logger.log_tabular(key, average_only=True)
+            logger.dump_tabular()
+            logger.store(**{key: 1.0})
+            logger.store(**{key: bad})
+            text = f"{key} is NaN or infinite on rank 0 in epoch 1"
+            with pytest.raises(FloatingPointError, match=text):
+                logger.log_tabular(key, average_only=True)
+            assert pd.read_csv(logger.progress_path, sep="\t")[key].isna().tolist() == [True]
+            logger.close()
 
 
 def test_colorize():

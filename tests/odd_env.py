@@ -1,0 +1,155 @@
+"""An environment that misbehaves, for tests/test_faults.py: `--env-id odd_env:Odd-v0`.
+
+`kind` says what is always wrong with it, from the step `at` on. What befalls one process, and not
+the next that resumes the run, is in the environment variable FAULT, a JSON object:
+
+    rank    the rank that it befalls
+    at      after so many steps of this process
+    where   "rollout": in this very step; "reset", "update" or "save": in the next of those
+    how     what happens, a name of `Fault`'s methods
+    told    a file to write the time to as it happens
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box
+
+from common import checkpoint
+from common.mpi_tools import num_procs, proc_id
+
+
+class Fault:
+    """What FAULT asks for; nothing, if it asks for nothing or of another rank."""
+
+    def __init__(self):
+        wanted = json.loads(os.environ.get("FAULT", "null")) or {"rank": -1, "at": -1}
+        self.at = wanted["at"] if wanted["rank"] == proc_id() else -1
+        self.env = None  # the environment that it lies in wait in: the first, not the one for tests
+        self.where, self.how = wanted.get("where"), wanted.get("how")
+        self.told = wanted.get("told")
+        self.nan = False
+
+    def step(self, env):
+        self.env = self.env or env
+        if env is self.env and env.steps == self.at:
+            if self.where == "rollout":
+                self.happen()
+            elif self.where == "update":
+                script = sys.modules["__main__"]
+                if hasattr(script, "GAEBuffer"):
+                    script.GAEBuffer.get = self.happen
+                else:
+                    script.ReplayBuffer.sample = self.happen
+            elif self.where == "save":
+                checkpoint._write = self.write
+
+    def reset(self, env):
+        if env is self.env and env.steps >= self.at > 0 and self.where == "reset":
+            self.happen()
+
+    write_file = staticmethod(checkpoint._write)
+
+    def write(self, path, tree):
+        """In the middle of a save: its file is written, and neither synced nor renamed."""
+        fsync = os.fsync
+
+        def faulty(fd):
+            os.fsync = fsync
+            self.happen()
+            fsync(fd)
+
+        checkpoint._write, os.fsync = self.write_file, faulty
+        return self.write_file(path, tree)
+
+    def happen(self, *args):
+        Path(self.told).write_text(str(time.time()))
+        getattr(self, self.how)()
+
+    def raises(self):
+        raise RuntimeError("the robot fell apart")
+
+    def exits(self):
+        sys.exit(0)
+
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def kill_mpirun(self):
+        os.kill(launcher(), signal.SIGKILL)
+
+    def full_disk(self):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1024, -1))
+
+    def nan_observation(self):
+        self.nan = True
+
+    def sigterm(self):
+        os.kill(launcher(), signal.SIGTERM)
+
+    def sigint(self):
+        os.kill(launcher(), signal.SIGINT)
+
+    def sigusr1(self):
+        os.kill(launcher(), signal.SIGUSR1)
+
+    def sigterm_twice(self):
+        self.sigterm()
+        time.sleep(1.5)  # within a second it would count as one
+        self.sigterm()
+        time.sleep(30)  # the signal takes a moment to arrive, and nothing more may happen before
+
+
+def launcher():
+    """Whom the user would send a signal: mpirun, two generations up, or this process alone."""
+    if num_procs() == 1:
+        return os.getpid()
+    proxy = Path(f"/proc/{os.getppid()}/stat").read_text()
+    return int(proxy.rpartition(")")[2].split()[1])
+
+
+fault = Fault()
+
+
+class Odd(gym.Env):
+    observation_space, action_space = Box(-np.inf, np.inf, (3,), np.float64), Box(-1, 1, (2,))
+
+    def __init__(self, kind="", at=0):
+        self.kind, self.at, self.steps, self.len = kind, at, 0, 0
+        if kind == "no bounds":
+            self.action_space = Box(-np.inf, np.float32([np.inf, 1]))
+
+    def obs(self):
+        o = self.np_random.normal(size=3)
+        late = self.steps >= self.at
+        if fault.nan or (self.kind == "nan observation" and late):
+            o[1] = np.nan
+        shapes = {"one number": o[:1], "too short": o[:2], "a column": o[:, None], "a number": o[0]}
+        if self.kind in shapes and late:
+            return shapes[self.kind]
+        return {"ints": np.arange(3), "list": [0, 1, 2]}.get(self.kind, o)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        fault.reset(self)
+        self.len = 0
+        return self.obs(), {}
+
+    def step(self, action):
+        self.steps, self.len = self.steps + 1, self.len + 1
+        fault.step(self)
+        rewards = {"nan reward": np.nan, "infinite reward": np.inf, "huge reward": 1e38}
+        rewards |= {"reward in an array": np.array([-1.0]), "two rewards": np.ones(2)}
+        r = rewards.get(self.kind, -1.0) if self.steps >= self.at else -1.0
+        end = {"short": 1, "endless": 10**9}.get(self.kind, 50)
+        return self.obs(), r, self.len >= end, False, {}
+
+
+gym.register("Odd-v0", Odd)
