@@ -29,6 +29,7 @@ REFERENCE = Path(__file__).parent / "reference" / "spinning_up_2020_curves.csv"
 ALGORITHMS = ("vpg", "trpo", "ppo", "ddpg", "td3", "sac")
 # Okabe and Ito's palette, which colour-blind readers tell apart too, without its pale yellow.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+LARGEST = 1e100  # of a number that can be drawn beside others
 AXIS_LABELS = {
     "TotalEnvInteracts": "environment steps",
     "AverageEpRet": "average return",
@@ -203,7 +204,7 @@ def stack_runs(runs, xaxis, value, smooth=1):
     curves = []
     for run in runs:
         x, y = run[xaxis].to_numpy(float), run[value].to_numpy(float)
-        keep = np.isfinite(x) & np.isfinite(y)
+        keep = (np.abs(x) < LARGEST) & (np.abs(y) < LARGEST)  # and neither is NaN
         x, y = x[keep], y[keep]
         order = np.argsort(x, kind="stable")
         if len(x):

@@ -2,6 +2,7 @@
 that trust no file: nothing in it is executed, and none takes more memory than it has bytes.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -85,11 +86,14 @@ def _text(text):
 
 
 def check_inside(data_dir, path):
-    """Raise UsageError if a symbolic link leads `path` out of `data_dir`."""
+    """Raise UsageError if `path` cannot be one, or a symbolic link leads it out of `data_dir`."""
     try:
         inside = Path(path).resolve().is_relative_to(Path(data_dir).resolve())
-    except (OSError, RuntimeError, ValueError) as e:  # a name too long, a loop of links
-        raise UsageError(f"cannot write to {printable(path)}: {e}") from e
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(path)
+    except (OSError, RuntimeError, ValueError) as e:  # too long, a loop of links, a NUL
+        reason = getattr(e, "strerror", None) or e
+        raise UsageError(f"cannot write to {printable(path)}: {reason}") from e
     if not inside:
         raise UsageError(f"cannot write to {path}: a symbolic link leads out of {data_dir}")
 
@@ -202,8 +206,6 @@ def read_npz(file):
                     raise ValueError(f"member {printable(name)!r} is not one array")
                 if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
                     raise ValueError(f"member {printable(name)!r} is compressed or encrypted")
-                if member.compress_size != member.file_size:
-                    raise ValueError(f"member {printable(name)!r} has two sizes")
                 with archive.open(member) as f:
                     arrays[name] = _read_npy(f, member.file_size)
     except (zipfile.BadZipFile, RuntimeError, EOFError, OverflowError, struct.error) as e:

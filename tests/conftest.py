@@ -22,6 +22,14 @@ if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_seta
     os.sched_setaffinity(0, cores[int(worker[2:]) % len(cores) :: workers])
 
 
+@pytest.fixture(autouse=True)
+def whole_floats():
+    """Undo what a torch script does to this process: Hypothesis refuses to draw floats without
+    denormal numbers."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)
+
+
 def load_script(name):
     """The module of a script in algos/, by file name without .py."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "algos" / f"{name}.py")

@@ -1,0 +1,670 @@
+"""Hostile files and names: refused in one line, never executed, nothing lost, nothing made outside.
+
+A pickle, a bomb, damage or a link wherever the project reads, and each program that reads there:
+a script with --resume, test_policy.py, plot.py and grid.py.
+"""
+
+import functools
+import hashlib
+import io
+import json
+import os
+import pickle
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ROOT, load_script, run, run_dir
+
+from benchmark import grid, launch, plot, slurm
+from benchmark import test_policy as tp
+from common import UsageError, logger
+from common.args import parse_args
+from common.checkpoint import Checkpointer, CheckpointError
+from common.serialization import read_npz
+
+FAKE = ROOT / "tests" / "fake_script.py"
+FLAGS = ["--env-id", "CartPole-v1", "--steps-per-epoch", "200", "--train-pi-iters", "2"]
+FLAGS += ["--train-v-iters", "2", "--save-freq", "1", "--exp-name", "run"]
+
+
+class Planted:
+    """Unpickling it creates a file."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path(os.environ["PLANTED"]),))
+
+
+@pytest.fixture(autouse=True)
+def executed(tmp_path, monkeypatch):
+    """The file that a planted pickle makes; it is not there in the end."""
+    path = tmp_path / "executed"
+    monkeypatch.setenv("PLANTED", str(path))
+    pickle.loads(pickle.dumps(Planted()))
+    assert path.exists()  # the pickle works
+    path.unlink()
+    yield path
+    assert not path.exists()
+
+
+@pytest.fixture(scope="module")
+def tf1_run(tmp_path_factory):
+    """The data directory of a run of two epochs, with everything that a run leaves."""
+    data = tmp_path_factory.mktemp("tf1")
+    run("ppo_tf1", *FLAGS, "--epochs", 2, "--data-dir", data)
+    return data
+
+
+@pytest.fixture(scope="module")
+def torch_run(tmp_path_factory):
+    """Likewise."""
+    data = tmp_path_factory.mktemp("torch")
+    run("ppo_torch", *FLAGS, "--epochs", 2, "--data-dir", data)
+    return data
+
+
+def copy(data, tmp_path):
+    """A copy of a data directory, and the run in it."""
+    target = tmp_path / "data"
+    shutil.copytree(data, target)
+    return target, run_dir(target, "run")
+
+
+@functools.cache
+def ppo():
+    return load_script("ppo_torch")
+
+
+def resume(data, *flags, epochs=3):
+    """`ppo_torch.py --resume`, in this process: what main() turns into a line and exit code 2."""
+    module = ppo()
+    words = [*FLAGS, "--data-dir", str(data), "--epochs", str(epochs), "--resume", *flags]
+    try:
+        return module.train(parse_args(module.Args, words))
+    finally:
+        if logger._open_logger:
+            logger._open_logger.close_lock()
+
+
+def contents(directory):
+    """{path: bytes} of the files below a directory, but for the lock."""
+    files = [p for p in Path(directory).rglob("*") if p.is_file() and p.name != ".lock"]
+    return {str(p.relative_to(directory)): p.read_bytes() for p in files}
+
+
+def stopped(call, *args):
+    """Call a program's main(); returns its exit code."""
+    with pytest.raises(SystemExit) as e:
+        call(list(map(str, args)))
+    return e.value.code
+
+
+def assert_one_line(said, program):
+    assert said.startswith(f"{program}: error: ") and said.count("\n") == 1, said
+    assert said.strip().isprintable()
+
+
+# ----------------------------------------------------------------------------------------- pickles
+
+
+@pytest.mark.parametrize("script", ["ppo_torch", "ppo_tf1"])
+def test_pickles_under_every_name_of_a_run(request, tmp_path, script):
+    """All together, through the script itself."""
+    data, directory = copy(request.getfixturevalue(f"{script[4:]}_run"), tmp_path)
+    files = [p for p in directory.rglob("*") if p.is_file()]
+    names = {p.name for p in files}
+    assert {"config.json", "status.json", "progress.txt", "policy.npz", ".lock"} <= names
+    assert {"rank_0.npz", "manifest.json"} <= names
+    assert {"model.pt", "saved_model.pb"} & names
+    for path in files:
+        path.write_bytes(pickle.dumps(Planted()))
+    before = contents(directory)
+    words = [*FLAGS, "--epochs", 3, "--data-dir", data, "--resume"]
+    result = run(script, *words, check=False)
+    assert result.returncode == 2
+    said = [line for line in result.stderr.splitlines() if line.startswith(f"{script}.py: ")]
+    assert len(said) == 1 and "config.json is damaged" in said[0], result.stderr
+    assert "Traceback" not in result.stderr and contents(directory) == before
+
+
+OUTCOMES = {
+    "config.json": "config.json is damaged",
+    "progress.txt": "progress.txt has fewer rows",
+    "status.json": None,
+    "policy.npz": None,
+    ".lock": None,
+    "torch_save/model.pt": None,
+    "checkpoint/epoch_000002/manifest.json": None,
+    "checkpoint/epoch_000002/rank_0.npz": None,
+    "checkpoint/*/manifest.json": "no usable checkpoint",
+    "checkpoint/*/rank_0.npz": "no usable checkpoint",
+}
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_a_pickle_under_one_name_of_a_run(torch_run, tmp_path, name):
+    """Refused, and nothing changed; or not needed, and the run goes on to the right end."""
+    data, directory = copy(torch_run, tmp_path)
+    for path in directory.glob(name):
+        path.write_bytes(pickle.dumps(Planted()))
+    before = contents(directory)
+    if OUTCOMES[name]:
+        with pytest.raises(UsageError, match=OUTCOMES[name]):
+            resume(data)
+        after = contents(directory)
+        assert all(after[k] == before[k] for k in before if k not in ("config.json", "status.json"))
+        assert name != "config.json" or after == before
+    else:
+        assert resume(data)
+        assert len((directory / "progress.txt").read_text().splitlines()) == 4
+        tp.load_policy(directory / "policy.npz")
+
+
+def npy_of(array):
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+def npz_of(members, compression=zipfile.ZIP_STORED):
+    """An archive of {name: bytes}."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return file.getvalue()
+
+
+def pickles_inside(outline):
+    """Archives that hold a pickle: as an object array, in a structure, as a bare member."""
+    objects = np.array([Planted()], dtype=object)
+    fields = np.array([(1.0, Planted())], dtype=[("a", "f4"), ("b", "O")])
+    return {
+        "raw": pickle.dumps(Planted()),
+        "object array": npz_of({"outline.npy": outline, "array_0.npy": npy_of(objects)}),
+        "structure": npz_of({"outline.npy": outline, "array_0.npy": npy_of(fields)}),
+        "member": npz_of({"outline.npy": outline, "array_0.npy": pickle.dumps(Planted())}),
+        "npy": npy_of(objects),
+    }
+
+
+def forge(directory, data):
+    """Put a file of a rank into all checkpoints, and its checksum into their manifests."""
+    for path in directory.glob("epoch_*"):
+        (path / "rank_0.npz").write_bytes(data)
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["files"][f"{path.name}/rank_0.npz"] = hashlib.sha256(data).hexdigest()
+        del manifest["sha256"]
+        digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+        (path / "manifest.json").write_text(json.dumps({**manifest, "sha256": digest}))
+
+
+OUTLINE = npy_of(np.array(json.dumps({"dict": [["w", {"array": 0}]]})))
+
+
+def test_the_forgery_is_a_good_one(tmp_path):
+    """So that the tests below are refused for what they hold, and not for their checksums."""
+    Checkpointer(tmp_path).save(1, {"w": np.zeros(2)})
+    forge(tmp_path, npz_of({"outline.npy": OUTLINE, "array_0.npy": npy_of(np.ones(3))}))
+    assert Checkpointer(tmp_path).load()[1]["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", ["raw", "object array", "structure", "member", "npy"])
+def test_pickles_inside_archives(tmp_path, monkeypatch, capsys, kind):
+    """As policy.npz for test_policy.py, and in a checkpoint whose checksums are right."""
+    monkeypatch.chdir(tmp_path)
+    data = pickles_inside(OUTLINE)[kind]
+    Path("run").mkdir()
+    Path("run/config.json").write_text('{"env_id": "CartPole-v1"}')
+    Path("run/policy.npz").write_bytes(data)
+    assert stopped(tp.main, "run") == 2
+    assert_one_line(capsys.readouterr().err, "test_policy.py")
+    for epoch in (1, 2):
+        Checkpointer("checkpoint").save(epoch, {"w": np.zeros(2)})
+    forge(Path("checkpoint"), data)
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        Checkpointer("checkpoint").load()
+    assert capsys.readouterr().err.count("is damaged") == 2
+
+
+def test_pickles_for_the_plotter_the_tester_and_the_sweep(torch_run, tmp_path, capsys):
+    """Every file of a run is a pickle, and so is the sweep: a line each."""
+    data, directory = copy(torch_run, tmp_path)
+    for path in directory.rglob("*"):
+        if path.is_file():
+            path.write_bytes(pickle.dumps(Planted()))
+    (directory / "launch.log").write_bytes(pickle.dumps(Planted()))
+    before = contents(tmp_path)
+    assert stopped(tp.main, directory) == 2
+    assert_one_line(capsys.readouterr().err, "test_policy.py")
+    assert stopped(plot.main, data, "--out", tmp_path / "x.png") == 2
+    first, second = capsys.readouterr().err.splitlines(keepends=True)
+    assert "left out" in first
+    assert_one_line(second, "plot.py")
+    words = [ROOT / "algos" / "ppo_torch.py", "--name", "run", "--data-dir", data]
+    assert stopped(grid.main, *words) == 1
+    said = capsys.readouterr()
+    assert "failed before" in said.out and "config.json is damaged" in said.out and not said.err
+    Path(tmp_path, "sweep.toml").write_bytes(pickle.dumps(Planted()))
+    assert stopped(grid.main, tmp_path / "sweep.toml") == 2
+    assert_one_line(capsys.readouterr().err, "grid.py")
+    Path(tmp_path, "sweep.toml").unlink()
+    Path(tmp_path, "script.py").write_bytes(pickle.dumps(Planted()))
+    assert stopped(grid.main, tmp_path / "script.py") == 2
+    assert_one_line(capsys.readouterr().err, "grid.py")
+    Path(tmp_path, "script.py").unlink()
+    assert contents(tmp_path) == before
+
+
+# ------------------------------------------------------------------------------------------- bombs
+
+
+def header(shape, dtype="<f4"):
+    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\1\0" + struct.pack("<H", len(text)) + text
+
+
+def claiming(data, size, compressed=None):
+    """An archive whose directory claims another size of its last member."""
+    data, at = bytearray(data), data.rindex(b"PK\1\2")
+    data[at + 20 : at + 24] = struct.pack("<L", size if compressed is None else compressed)
+    data[at + 24 : at + 28] = struct.pack("<L", size)
+    return bytes(data)
+
+
+def overlapping(n):
+    """An archive with `n` entries for one and the same megabyte."""
+    data = npz_of({"array_0.npy": npy_of(np.zeros(2**17))})
+    at, end = data.rindex(b"PK\1\2"), data.rindex(b"PK\5\6")
+    entry, tail = data[at:end], bytearray(data[end:])
+    tail[8:12] = struct.pack("<HH", n, n)
+    tail[12:16] = struct.pack("<L", n * len(entry))
+    return data[:at] + n * entry + bytes(tail)
+
+
+def with_large_directory(data):
+    """An archive with the record of one above 4 GiB, which claims a directory of 2 GiB."""
+    end = data.rindex(b"PK\5\6")
+    record = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, 2**31, 0)
+    locator = struct.pack("<4sLQL", b"PK\6\7", 0, end, 1)
+    return data[:end] + record + locator + data[end:]
+
+
+def bombs():
+    zeros, npy = np.zeros(20_000_000, np.float32), header((2**31,)) + bytes(64)
+    deflated = npz_of({"array_0.npy": npy_of(zeros)}, zipfile.ZIP_DEFLATED)
+    one = npz_of({"array_0.npy": npy_of(np.zeros(4))})
+    return {
+        "deflated": deflated,
+        "deflated, its sizes made alike": claiming(deflated, 2**32 - 2),
+        "claims 4 GB": claiming(npz_of({"array_0.npy": npy}), 2**32 - 2),
+        "claims 4 GB of its bytes": claiming(npz_of({"array_0.npy": npy}), 2**32 - 2, 100),
+        "shape of 8 GiB": npz_of({"array_0.npy": npy}),
+        "shape of 4 TB": npz_of({"array_0.npy": header((10**12,)) + bytes(64)}),
+        "shape that wraps around": npz_of({"array_0.npy": header((2**32, 2**32)) + bytes(64)}),
+        "negative shape": npz_of({"array_0.npy": header((-4, -4)) + bytes(64)}),
+        "items of no size": npz_of({"array_0.npy": header((10**10,), "<U0")}),
+        "huge item": npz_of({"array_0.npy": header((), "<U500000000")}),
+        "more data than its shape": npz_of({"array_0.npy": header((4,)) + bytes(10**6)}),
+        "many axes": npz_of({"array_0.npy": header((1,) * 100) + bytes(4)}),
+        "long header": npz_of({"array_0.npy": b"\x93NUMPY\2\0\xff\xff\xff\xff" + bytes(100)}),
+        "nested header": npz_of({"array_0.npy": header("(" * 5000 + ")" * 5000)}),
+        "60,000 members": npz_of({f"array_{i}.npy": b"" for i in range(60_000)}),
+        "overlapping members": overlapping(5000),
+        "large directory": with_large_directory(one),
+        "two members of one name": npz_of({"array_0.npy": OUTLINE}) + one,
+    }
+
+
+def limited(source, *words):
+    """Run lines of Python that may not take more than 2 GiB of addresses."""
+    source = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{source}"
+    return subprocess.run(
+        [sys.executable, "-c", source, *map(str, words)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31)),
+    )
+
+
+def test_bombs_are_refused_before_memory_is_taken(tmp_path, monkeypatch):
+    """By the policy tester and the checkpoints, checksums right, within 8 MiB for all of them."""
+    made = bombs()
+    for i, data in enumerate(made.values()):
+        directory = tmp_path / str(i)
+        (directory / "run").mkdir(parents=True)
+        (directory / "run" / "policy.npz").write_bytes(data)
+        (directory / "run" / "config.json").write_text('{"env_id": "CartPole-v1"}')
+        Checkpointer(directory / "checkpoint").save(1, {"w": np.zeros(2)})
+        forge(directory / "checkpoint", data)
+    source = """
+import resource
+from benchmark import test_policy as tp
+from common.checkpoint import *
+from common.mpi_tools import proc_id
+proc_id()
+before, refused = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
+for directory in sys.argv[1:]:
+    try:
+        tp.main([f"{directory}/run"])
+    except SystemExit as e:
+        refused += e.code == 2
+    try:
+        Checkpointer(f"{directory}/checkpoint").load()
+    except CheckpointError as e:
+        refused += "no usable checkpoint" in str(e)
+print(refused, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    result = limited(source, *(tmp_path / str(i) for i in range(len(made))))
+    assert result.returncode == 0, result.stderr
+    refused, kilobytes = map(int, result.stdout.split())
+    assert refused == 2 * len(made), result.stderr
+    assert kilobytes < 8 * 1024
+    assert len(result.stderr.splitlines()) == 2 * len(made)
+
+
+def test_a_policy_of_honest_size_is_no_bomb():
+    """The largest that one would train: it loads, and takes twice its size at the most."""
+    file = io.BytesIO()
+    np.savez(file, weight_0=np.ones((2048, 2048), np.float32), bias_0=np.ones(2048, np.float32))
+    assert read_npz(file)["weight_0"].sum() == 2048 * 2048
+
+
+# ------------------------------------------------------------------------------------------ damage
+
+RUBBISH = {
+    "empty": b"",
+    "cut": b'{"status": "fin',
+    "not UTF-8": b"\xff\xfe\x00{",
+    "list": b"[1, 2]",
+    "number": b"3",
+    "null": b"null",
+    "other": b'{"x": 1}',
+    "types": b'{"status": 3, "epoch": "two", "env_id": 5, "versions": [], "exp_name": {}}',
+    "NaN": b'{"status": "finished", "epoch": NaN, "epochs": NaN, "versions": NaN}',
+    "unknown": b'{"status": "fknished", "epoch": 2, "epochs": 2, "error": null}',
+    "deep": b"[" * 100_000,
+    "long integer": b"1" * 10_000,
+    "directory": None,
+}
+
+
+def damage(path, kind):
+    path.unlink()
+    path.mkdir() if RUBBISH[kind] is None else path.write_bytes(RUBBISH[kind])
+
+
+@pytest.mark.parametrize("kind", RUBBISH)
+def test_a_damaged_config_is_refused_everywhere(torch_run, tmp_path, capsys, kind):
+    data, directory = copy(torch_run, tmp_path)
+    shutil.copytree(directory, tmp_path / "data" / "good" / "good_s0")
+    damage(directory / "config.json", kind)
+    before = contents(directory)
+    with pytest.raises(UsageError, match=r"config\.json"):
+        resume(data)
+    capsys.readouterr()
+    assert stopped(tp.main, directory) == 2
+    assert_one_line(capsys.readouterr().err, "test_policy.py")
+    plot.main([str(data), "--csv", str(tmp_path / "x.csv")])
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and str(directory) in said[0]  # the other run is plotted
+    words = [ROOT / "algos" / "ppo_torch.py", "--name", "run", "--data-dir", data]
+    assert stopped(grid.main, *words, "--dry-run") == 0
+    out = capsys.readouterr()
+    assert "Traceback" not in out.err + out.out
+    assert contents(directory) == before
+
+
+@pytest.mark.parametrize("kind", RUBBISH)
+def test_a_damaged_status(torch_run, tmp_path, capsys, kind):
+    """With a checkpoint the run goes on, and says so; without one its table is left as it is."""
+    data, directory = copy(torch_run, tmp_path)
+    damage(directory / "status.json", kind)
+    run_of_grid = launch.Run("ppo_torch.py", "run", 0, {}, {}, 1, str(data))
+    assert launch.status(run_of_grid)[0] == "interrupted"
+    shutil.copytree(data, tmp_path / "bare")
+    bare = run_dir(tmp_path / "bare", "run")
+    if kind != "directory":
+        assert resume(data)
+        assert "WARNING" in capsys.readouterr().out
+        assert len((directory / "progress.txt").read_text().splitlines()) == 4
+        assert json.loads((directory / "status.json").read_text())["status"] == "finished"
+    shutil.rmtree(bare / "checkpoint")
+    before = contents(bare)
+    with pytest.raises(UsageError, match=r"status\.json"):
+        resume(tmp_path / "bare")
+    assert contents(bare) == before
+
+
+TABLES = {
+    "empty": b"",
+    "cut": b"Epoch\tAverageEpRet\tTotalEnvInteracts\n0\t1",
+    "not UTF-8": b"Epoch\tAverageEpRet\tTotalEnvInteracts\n0\t\xff\t200\n1\t2\t400\n",
+    "ragged": b"Epoch\tAverageEpRet\tTotalEnvInteracts\n0\t1\t200\n1\t2\n",
+    "words": b"Epoch\tAverageEpRet\tTotalEnvInteracts\n0\tmany\t200\n1\t2\t400\n",
+    "infinite": b"Epoch\tAverageEpRet\tTotalEnvInteracts\n0\t1\t200\n1\t2\tinf\n",
+    "directory": None,
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_a_damaged_table(torch_run, tmp_path, capsys, kind):
+    """--resume leaves it as it is; plot.py leaves that run out and plots the other."""
+    data, directory = copy(torch_run, tmp_path)
+    shutil.copytree(directory, tmp_path / "data" / "good" / "good_s0")
+    path = directory / "progress.txt"
+    path.unlink()
+    path.mkdir() if TABLES[kind] is None else path.write_bytes(TABLES[kind])
+    before = contents(directory)
+    with pytest.raises(UsageError, match=r"progress\.txt"):
+        resume(data)
+    after = contents(directory)
+    assert all(after[k] == before[k] for k in before if k not in ("config.json", "status.json"))
+    capsys.readouterr()
+    plot.main([str(data), "--csv", str(tmp_path / "x.csv")])
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) <= 1 and ",run," in (tmp_path / "x.csv").read_text()
+    assert kind == "infinite" or str(directory) in said[0]
+    launch.read_progress(launch.Run("x.py", "run", 0, {}, {}, 1, str(data)))
+
+
+def test_missing_files_of_a_run(torch_run, tmp_path):
+    """A table without a config, or without a status and checkpoints, is not begun anew."""
+    data, directory = copy(torch_run, tmp_path)
+    (directory / "config.json").rename(tmp_path / "config.json")
+    before = contents(directory)
+    with pytest.raises(UsageError, match=r"config\.json is missing"):
+        resume(data)
+    (tmp_path / "config.json").rename(directory / "config.json")
+    (directory / "status.json").unlink()
+    shutil.rmtree(directory / "checkpoint")
+    with pytest.raises(UsageError, match=r"status\.json is missing, and there is no checkpoint"):
+        resume(data)
+    del before["status.json"]
+    assert (directory / "progress.txt").read_bytes() == before["progress.txt"]
+
+
+def test_config_cannot_make_test_policy_raise(torch_run, tmp_path, capsys):
+    """Values of the right type that no environment can be made of."""
+    _, directory = copy(torch_run, tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    for change in (
+        {"env_id": "\ud800\n\x1b[31m"},
+        {"env_id": "nowhere:CartPole-v1"},
+        {"env_id": "x" * 10_000},
+        {"env_id": ""},
+        {"env_kwargs": {"max_episode_steps": "many"}},
+        {"env_kwargs": {"no_such": 1}},
+        {"env_kwargs": [1]},
+        {"max_ep_len": "long"},
+        {"max_ep_len": -1},
+        {"max_ep_len": 1e400},
+    ):
+        (directory / "config.json").write_text(json.dumps({**config, **change}))
+        assert stopped(tp.main, directory, "--episodes", 1) == 2, change
+        assert_one_line(capsys.readouterr().err, "test_policy.py")
+    script = {"script": ["\ud800", "\x1b[31m"]}
+    (directory / "config.json").write_text(json.dumps({**config, **script}))
+    tp.main([str(directory), "--episodes", "1"])
+
+
+def test_arrays_cannot_make_test_policy_raise(torch_run, tmp_path, capsys):
+    """Arrays that are plain, and no policy."""
+    _, directory = copy(torch_run, tmp_path)
+    policy = dict(read_npz(directory / "policy.npz"))
+    box = {"distribution": "gaussian", "act_low": np.zeros(2), "act_high": np.ones(2)}
+    for change in (
+        {"layers": np.ones((2, 2, 4, 4), np.float32), "weight_0": np.ones(3, np.float32)},
+        {"epoch": np.arange(3)},
+        {"epoch": "seven"},
+        {"activation": np.arange(3)},
+        {**box, "log_std": np.zeros((2, 1))},
+        {**box, "log_std": np.array(["a", "b"])},
+        {**box, "log_std": np.full(2, np.nan)},
+        {**box, "log_std": np.zeros(2), "act_low": np.array(["a", "b"])},
+        {"distribution": "deterministic", "act_low": np.zeros(2), "act_high": np.ones(2)}
+        | {"act_noise": np.ones(5)},
+        {"distribution": "squashed_gaussian", "act_low": np.zeros(2), "act_high": np.ones(2)},
+    ):
+        np.savez(directory / "policy.npz", **{**policy, **change})
+        assert stopped(tp.main, directory, "--episodes", 1) == 2, change
+        assert_one_line(capsys.readouterr().err, "test_policy.py")
+
+
+def test_names_and_numbers_cannot_stop_a_plot(torch_run, tmp_path, capsys):
+    """Names that mean something to Matplotlib or a terminal, and numbers at the end of floats."""
+    data, directory = copy(torch_run, tmp_path)
+    names = ["$\\frac{$", "_hidden", "\ud800", "\x1b[31mred\nline", "x" * 10_000, "", "$HOME", "__"]
+    for i, name in enumerate(names):
+        target = tmp_path / "data" / f"odd{i}" / "r"
+        shutil.copytree(directory, target)
+        config = json.loads((target / "config.json").read_text())
+        config |= {"exp_name": name, "env_id": name, "script": [name]}
+        (target / "config.json").write_text(json.dumps(config))
+        if i >= 5:
+            table = "Epoch\tAverageEpRet\tTotalEnvInteracts\n0\t1e308\t-1e308\n1\t-1e308\t1e308\n"
+            (target / "progress.txt").write_text(table)
+    out = tmp_path / "x.png"
+    plot.main([str(data), "--out", str(out), "--reference"])
+    assert out.stat().st_size > 10_000
+    capsys.readouterr()
+    plot.main([str(tmp_path / "data" / "odd1"), "--out", str(out)])
+    said = capsys.readouterr()
+    assert (said.out + said.err).replace("\n", "").isprintable()
+
+
+# --------------------------------------------------------------------------------- names and links
+
+BAD_NAMES = ["..", ".", "../up", "/abs", "a/b", "a/../..", "a\nb", "a\x1b[31m", "\udcff"]
+BAD_NAMES += ["x" * 201, "é" * 150, "a\u202eb", "x" * 5000]
+
+
+def test_names_cannot_leave_data_dir(tmp_path, monkeypatch, capsys):
+    """--exp-name of a script and --name of a sweep: one line, nothing made."""
+    monkeypatch.chdir(tmp_path)
+    module = ppo()
+    for name in BAD_NAMES:
+        words = [*FLAGS[:-2], "--exp-name", name, "--data-dir", "data"]
+        with pytest.raises(UsageError) as e:
+            module.train(parse_args(module.Args, words))
+        assert str(e.value).isprintable() and len(str(e.value)) < 500
+        assert stopped(grid.main, FAKE, "--name", name, "--epochs", "1") == 2
+        assert_one_line(capsys.readouterr().err, "grid.py")
+    assert not os.listdir()
+    result = run("ppo_torch", *FLAGS[:-2], "--exp-name", "..", cwd=tmp_path, check=False)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+    assert not os.listdir()
+
+
+def toml(text):
+    return json.dumps(text, ensure_ascii=True)
+
+
+def test_a_sweep_cannot_leave_data_dir(tmp_path, monkeypatch, capsys):
+    """Its name, scripts, environments, patterns, shorthands: refused, or a name without teeth."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("launched"))
+    Path("data").mkdir()
+    teeth = ["..", "../../up", "/etc/passwd", "a\nb", "a/../../b", "~root", "x" * 5000]
+    texts = [f"name = {toml(t)}\nscript = {toml(str(FAKE))}" for t in teeth]
+    texts += [f"script = {toml(t)}" for t in [*teeth, "", ".", "/", "/dev/zero", "/proc/kcore"]]
+    top = f'name = "s"\nscript = {toml(str(FAKE))}\n'
+    texts += [f"{top}[params]\nenv_id = [{toml(t)}, 'b']" for t in [*teeth, "a\0b"]]
+    texts += [f"{top}[params]\nexp_name = {toml(t)}" for t in teeth]
+    texts += [f"{top}[params]\ndata_dir = {toml(t)}" for t in teeth]
+    texts += [f"{top}[params]\nseed = [{toml(t)}]" for t in teeth]
+    texts += [f"{top}[params.gamma]\nvals = [0, 1]\nscripts = [{toml(t)}]" for t in teeth]
+    texts += [f"{top}[params.gamma]\nvals = [0, 1]\nshorthand = {toml(t)}" for t in teeth]
+    texts += [f"data_dir = {toml(t)}\n{top}" for t in ["a\0b", "x" * 5000, "x/" * 3000]]
+    refused = 0
+    for text in texts:
+        Path("sweep.toml").write_text(text)
+        code = stopped(grid.main, "sweep.toml", "--dry-run")
+        said = capsys.readouterr()
+        if code == 2:
+            refused += 1
+            assert_one_line(said.err, "grid.py")
+        else:
+            assert code == 0
+            for line in said.out.splitlines():
+                where = line.removeprefix("# ").split(":")[0]
+                if line.startswith("# "):
+                    assert os.path.abspath(where).startswith(str(tmp_path / "data" / "s"))
+    assert refused > len(texts) / 2
+    assert sorted(os.listdir()) == ["data", "sweep.toml"] and not os.listdir("data")
+
+
+LINKS = ["run", "run/run_s0", "run/run_s0/progress.txt", "run/run_s0/config.json"]
+LINKS += ["run/run_s0/.lock", "run/run_s0/checkpoint", "run/run_s0/checkpoint/journal"]
+LINKS += ["run/run_s0/torch_save", "run/run_s0/policy.npz"]
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_links_cannot_lead_out_of_data_dir(torch_run, tmp_path, link):
+    """A link in place of a file or directory of a run: refused, and what it points to is intact."""
+    data, _ = copy(torch_run, tmp_path)
+    (tmp_path / "data" / "run" / "run_s0" / "checkpoint" / "journal").mkdir(exist_ok=True)
+    outside = tmp_path / "outside"
+    (data / link).rename(outside)
+    (data / link).symlink_to(outside)
+    lock = outside if link.endswith(".lock") else None
+    before = (contents(tmp_path), lock and lock.read_bytes())
+    for words in (["--resume"], ["--overwrite"]):
+        module = ppo()
+        flags = [*FLAGS, "--data-dir", str(data), "--epochs", "3", *words]
+        with pytest.raises(UsageError, match=r"link|no plain"):
+            module.train(parse_args(module.Args, flags))
+        assert (contents(tmp_path), lock and lock.read_bytes()) == before
+
+
+@pytest.mark.parametrize("link", ["s", "s/s_s0", "s/s_s0/launch.log", "slurm_s"])
+def test_links_cannot_lead_a_sweep_out_of_data_dir(tmp_path, monkeypatch, capsys, link):
+    monkeypatch.chdir(tmp_path)
+    Path("outside").mkdir()
+    Path("data", link).parent.mkdir(parents=True)
+    target = tmp_path / "outside" / ("log" if link.endswith("log") else "")
+    Path("data", link).symlink_to(target)
+    words = [FAKE, "--name", "s", "--epochs", "1"]
+    if link.startswith("slurm"):
+        monkeypatch.setattr(slurm, "_slurm", lambda *_: "")
+        words.append("--slurm")
+    assert stopped(grid.main, *words) == 2
+    said = capsys.readouterr().err
+    assert_one_line(said, "grid.py")
+    assert "symbolic link" in said and not os.listdir("outside")
+
+
+def test_data_dir_itself_may_be_a_link(tmp_path):
+    """To a larger disk, say: that is the user's own choice."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "data").symlink_to(tmp_path / "disk")
+    made = logger.setup_logger_kwargs("run", 0, str(tmp_path / "data"))
+    logger.Logger(**made).close_lock()
+    assert (tmp_path / "disk" / "run" / "run_s0").is_dir()
