@@ -443,6 +443,35 @@ def test_a_damaged_status(torch_run, tmp_path, capsys, kind):
     assert contents(bare) == before
 
 
+def test_an_error_in_status_is_one_line_of_the_summary(tmp_path):
+    run_of_grid = launch.Run("x.py", "run", 0, {}, {}, 1, str(tmp_path))
+    run_of_grid.directory.mkdir(parents=True)
+    error = {"status": "failed", "epoch": 1, "error": "a\nb\x1b[31m\ud800" * 1000}
+    for name in ("config.json", "status.json"):
+        (run_of_grid.directory / name).write_text(json.dumps(error))
+    word, detail = launch.status(run_of_grid)
+    assert word == "failed" and detail.isprintable() and len(detail) <= 300
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "A = A\nclass Args:\n    x: A = 1",
+        "class Args:\n    x: 'int(' = 1",
+        "class Args:\n    x: Literal[f()] = 1",
+        "class Args:\n    x: Annotated[int, Range(low=f())] = 1",
+        f"class Args:\n    x: int = {'(' * 5000}",
+        f"class Args:\n    x: int = {'-' * 50_000}1",
+    ],
+    ids=["endless", "open", "call", "range", "nested", "deep"],
+)
+def test_a_script_that_cannot_be_read(tmp_path, capsys, source):
+    """Its flags are read from its text: whatever that is, a line."""
+    (tmp_path / "script.py").write_text(source)
+    assert stopped(grid.main, tmp_path / "script.py") == 2
+    assert_one_line(capsys.readouterr().err, "grid.py")
+
+
 TABLES = {
     "empty": b"",
     "cut": b"Epoch\tAverageEpRet\tTotalEnvInteracts\n0\t1",
@@ -515,13 +544,13 @@ def test_config_cannot_make_test_policy_raise(torch_run, tmp_path, capsys):
     tp.main([str(directory), "--episodes", "1"])
 
 
-def test_arrays_cannot_make_test_policy_raise(torch_run, tmp_path, capsys):
+def test_arrays_cannot_make_test_policy_raise(torch_run, tmp_path):
     """Arrays that are plain, and no policy."""
-    _, directory = copy(torch_run, tmp_path)
-    policy = dict(read_npz(directory / "policy.npz"))
+    path = run_dir(torch_run, "run") / "policy.npz"
+    policy, path = read_npz(path), tmp_path / "policy.npz"
     box = {"distribution": "gaussian", "act_low": np.zeros(2), "act_high": np.ones(2)}
     for change in (
-        {"layers": np.ones((2, 2, 4, 4), np.float32), "weight_0": np.ones(3, np.float32)},
+        {"weight_0": np.ones(3, np.float32)},
         {"epoch": np.arange(3)},
         {"epoch": "seven"},
         {"activation": np.arange(3)},
@@ -533,9 +562,11 @@ def test_arrays_cannot_make_test_policy_raise(torch_run, tmp_path, capsys):
         | {"act_noise": np.ones(5)},
         {"distribution": "squashed_gaussian", "act_low": np.zeros(2), "act_high": np.ones(2)},
     ):
-        np.savez(directory / "policy.npz", **{**policy, **change})
-        assert stopped(tp.main, directory, "--episodes", 1) == 2, change
-        assert_one_line(capsys.readouterr().err, "test_policy.py")
+        np.savez(path, **{**policy, **change})
+        with pytest.raises(UsageError, match="is no policy"):
+            print(change, tp.load_policy(path))
+    np.savez(path, **policy, layers=np.ones(3))
+    assert len(tp.load_policy(path)["layers"]) == 3  # the policy's, not the array of this name
 
 
 def test_names_and_numbers_cannot_stop_a_plot(torch_run, tmp_path, capsys):
