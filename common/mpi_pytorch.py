@@ -118,7 +118,8 @@ class MpiAdamOptimizer:
         self.step = torch.zeros((), dtype=torch.float64, device=self.params[0].device)
         for state in (*self.exp_avgs, *self.exp_avg_sqs, self.step):
             state.requires_grad_(False)
-            torch._dynamo.mark_static_address(state)  # CUDA graphs change it where it lies
+            if state.is_cuda:  # CUDA graphs change it where it lies
+                torch._dynamo.mark_static_address(state)
 
     def minimize(self, loss, beta1=0.9, beta2=0.999, epsilon=1e-8):
         """Take one step down the gradient of `loss`, averaged over all ranks with one message."""

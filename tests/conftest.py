@@ -30,6 +30,11 @@ def whole_floats():
         sys.modules["torch"].set_flush_denormal(False)
 
 
+def pytest_xdist_auto_num_workers(config):
+    """One worker more than there are cores, since tests wait now and then; each takes 1 GB."""
+    return min(4, len(os.sched_getaffinity(0)) + 1) if hasattr(os, "sched_getaffinity") else 2
+
+
 def load_script(name):
     """The module of a script in algos/, by file name without .py."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "algos" / f"{name}.py")

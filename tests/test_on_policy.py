@@ -1,7 +1,5 @@
 """What all six on-policy scripts promise: GAE, learning, exact resume, ranks that agree, saves."""
 
-import json
-
 import gymnasium as gym
 import numpy as np
 import pandas as pd
@@ -56,15 +54,16 @@ def test_gae_against_a_direct_sum(script, gamma, lam):
         np.testing.assert_allclose(got_val, v(obs), rtol=1e-4, atol=1e-5)
 
 
-FAST = ["--seed", 0, "--steps-per-epoch", 1000, "--epochs", 25, "--hidden-sizes", 32, 32]
+FAST = ["--seed", 0, "--steps-per-epoch", 1000, "--hidden-sizes", 32, 32]
 FAST += ["--train-v-iters", 20, "--vf-lr", 1e-2]
 RATES = {"vpg": ["--pi-lr", 1e-2], "trpo": [], "ppo": ["--pi-lr", 1e-3]}
 
 
-def best_epoch(tmp_path, script, env_id):
-    """(mean return of the first epoch, the best epoch's) in 25000 steps."""
+def best_epoch(tmp_path, script, env_id, epochs):
+    """(mean return of the first epoch, the best epoch's)."""
     rates = RATES[script.split("_")[0]]
-    run(script, "--env-id", env_id, *FAST, *rates, "--data-dir", tmp_path)
+    flags = ["--env-id", env_id, *FAST, *rates, "--epochs", epochs]
+    run(script, *flags, "--data-dir", tmp_path)
     table = progress(run_dir(tmp_path, f"{script}_{env_id}"))
     return table.AverageEpRet[0], table.AverageEpRet.max()
 
@@ -72,14 +71,14 @@ def best_epoch(tmp_path, script, env_id):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_learns_discrete_actions(tmp_path, script):
     """CartPole-v1: 475 counts as solved, 500 is the most there is, chance is about 20."""
-    first, best = best_epoch(tmp_path, script, "CartPole-v1")
+    first, best = best_epoch(tmp_path, script, "CartPole-v1", epochs=25)
     assert first < 50 and best >= 475
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_learns_continuous_actions(tmp_path, script):
     """InvertedPendulum-v4: 1000 is the most, chance is about 10; VPG is the slowest by far."""
-    first, best = best_epoch(tmp_path, script, "InvertedPendulum-v4")
+    first, best = best_epoch(tmp_path, script, "InvertedPendulum-v4", epochs=35)
     assert first < 20 and best >= (100 if script.startswith("vpg") else 900)
 
 
@@ -120,16 +119,6 @@ for name, epochs, resume in (("whole", 4, False), ("parts", 2, False), ("parts",
         assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_tf1_resumes_in_a_new_process(tmp_path):
-    """The same from the command line: nothing of the first process's graph is needed."""
-    flags = [*SMALL, "--data-dir", tmp_path, "--exp-name"]
-    run("ppo_tf1", *flags, "whole", "--epochs", 4)
-    run("ppo_tf1", *flags, "parts", "--epochs", 2)
-    run("ppo_tf1", *flags, "parts", "--epochs", 4, "--resume")
-    tables = [progress(run_dir(tmp_path, name)) for name in ("whole", "parts")]
-    pd.testing.assert_frame_equal(*tables, check_exact=True)
-
-
 SAVES = [
     ("ppo_tf1", "CartPole-v1", 2),
     ("trpo_tf1", "Pendulum-v1", 1),
@@ -161,47 +150,6 @@ def test_saved_model_acts_as_policy_npz(tmp_path, script, env_id, ranks):
     np.testing.assert_allclose(got["mu" if log_std is not None else "logits"], x, atol=1e-5)
     if log_std is not None:
         np.testing.assert_array_equal(got["log_std"], log_std)
-
-
-@pytest.mark.parametrize("script", ["trpo_torch", "vpg_tf1"])
-def test_nan_stops_all_ranks_and_keeps_the_last_good_checkpoint(tmp_path, script):
-    """A reward that is NaN on the second rank, in the third epoch, makes every rank's V NaN."""
-    (tmp_path / "nan_env.py").write_text(NAN_ENV)
-    flags = ["--env-id", "nan_env:NaN-v0", *SMALL[2:], "--epochs", 5, "--save-freq", 1]
-    flags += ["--data-dir", tmp_path, "--exp-name", "nan"]
-    result = run(script, *flags, ranks=2, check=False, env={"PYTHONPATH": str(tmp_path)})
-    assert result.returncode
-    assert "reward is NaN or infinite on rank 1 in epoch 2" in result.stderr
-    directory = run_dir(tmp_path, "nan")
-    status = json.loads((directory / "status.json").read_text())
-    assert status["status"] == "failed" and "reward" in status["error"]
-    assert len(progress(directory)) == 2
-    saved = rank_states(directory)[0]["script"]["ac"]
-    assert all(np.isfinite(x).all() for x in saved.values())
-
-
-NAN_ENV = """
-import gymnasium as gym
-import numpy as np
-from common.mpi_tools import proc_id
-
-class NaN(gym.Env):
-    observation_space = gym.spaces.Box(-1, 1, (3,))
-    action_space = gym.spaces.Box(-1, 1, (2,))
-    steps = 0
-
-    def reset(self, seed=None, options=None):
-        super().reset(seed=seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action):
-        self.steps += 1
-        bad = proc_id() == 1 and self.steps == 2 * 200 + 50
-        done = self.steps % 20 == 0
-        return self.observation_space.sample(), np.nan if bad else 1.0, done, False, {}
-
-gym.register("NaN-v0", NaN)
-"""
 
 
 def test_tf1_helpers_over_ranks(tmp_path):
@@ -238,7 +186,7 @@ assert sess.run(a).tolist() == [[0, 1, 2], [3, 4, 5]] and sess.run(b) == 6
 assert sess.run(flat_concat([a, b])).tolist() == list(range(7))
 print("passed")
 """
-    for ranks in (1, 3):
+    for ranks in (1, 2):
         assert mpi(tmp_path, source, ranks).stdout.count("passed") == ranks
 
 
