@@ -4,6 +4,7 @@ import io
 import math
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -47,11 +48,16 @@ def _let_others_compile():
 def mpi_compile(function, **options):
     """`torch.compile(function, fullgraph=True)`, by rank 0 first: the others find it in its cache.
 
-    The function itself is returned where there is no C++ compiler, which inductor needs. All ranks
-    must make their first call at the same point of the run, and their first call with other values
-    of its boolean arguments, which are compiled for on their own.
+    The function itself is returned, with a warning, where inductor cannot compile: it needs a C++
+    compiler, and a path to its own headers without spaces, which it does not quote. All ranks must
+    make their first call at the same point of the run, and their first call with other values of
+    its boolean arguments, which are compiled for on their own.
     """
-    if not any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "c++", "clang++")):
+    found = any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "c++", "clang++"))
+    if not found or " " in torch.__file__:
+        why = f"{torch.__file__} holds a space" if found else "there is no C++ compiler"
+        if proc_id() == 0:
+            warnings.warn(f"not compiled, and slower: {why}", stacklevel=2)
         return function
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad may stand in the function
     compiled, called = torch.compile(function, fullgraph=True, **options), set()
