@@ -4,7 +4,7 @@
     python benchmark/speed.py ranks ppo_torch              two ranks against one
     python benchmark/speed.py pair ppo_tf1 ppo_torch       two scripts side by side
     python benchmark/speed.py sb3 ppo_torch                against Stable-Baselines3's PPO, SAC, ...
-    python benchmark/speed.py compile ppo_torch            a default run from a cold cache
+    python benchmark/speed.py compile ppo_torch --epochs 50    a default run from a cold cache
 
 A shared machine's speed drifts by the minute, so whatever is compared runs in turn, A B A B ...,
 and the ratio of each pair is what counts; rates are in environment steps per second. Peers are no
