@@ -222,7 +222,7 @@ def test_one_fault_after_another(tmp_path, script, ranks, career):
     assert not list(directory.rglob(".*.tmp"))  # nothing half-written is left
 
 
-@pytest.mark.parametrize("script, ranks", [("ppo_tf1", 2)])
+@pytest.mark.parametrize("script, ranks", [("ppo_tf1", 1)])
 def test_killed_at_random_until_finished(tmp_path, script, ranks):
     """kill -9 at random moments until the run gets through, as for other scripts elsewhere."""
     words = flags(script, data_dir=tmp_path, epochs=60, steps_per_epoch=400, hidden_sizes=(32, 32))

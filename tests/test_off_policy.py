@@ -625,7 +625,7 @@ def test_bad_input(name, tmp_path, monkeypatch):
     assert not data_dir.exists()
 
 
-@pytest.mark.parametrize("name, ranks", [("sac_torch", 1), ("td3_tf1", 2)])
+@pytest.mark.parametrize("name, ranks", [("sac_torch", 2), ("td3_tf1", 1)])
 def test_killed_and_resumed_is_uninterrupted(name, ranks, tmp_path):
     """kill -9 twice, somewhere, then --resume: the table of a run that nobody killed. The buffer is
     smaller than the run, so it wraps around, and old parts of it are forgotten."""
