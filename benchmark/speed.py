@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -118,7 +119,8 @@ def matmul_floor(algo, args):
     """
     import torch
 
-    env = gym.make(args.env_id)
+    with warnings.catch_warnings(action="ignore"):  # that there is a newer version
+        env = gym.make(args.env_id)
     o, a, B = env.observation_space.shape[0], env.action_space.shape[0], args.batch_size
     pi = [(o, 256), (256, 256), (256, 2 * a if algo == "sac" else a)]
     q = [(o + a, 256), (256, 256), (256, 1)] * (1 if algo == "ddpg" else 2)

@@ -79,7 +79,7 @@ def mpi_compile(function, **options):
 
 
 def mpi_avg_grads(module):
-    """Average the gradients of `module` over all ranks, in place, with one message."""
+    """Give every parameter its gradient's average over all ranks, with one message."""
     if num_procs() == 1:
         return
     params = [p for p in module.parameters() if p.grad is not None]

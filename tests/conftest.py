@@ -1,10 +1,13 @@
 """What the tests share: running a script as a user would, with and without mpirun."""
 
+import dataclasses
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -33,6 +36,21 @@ def whole_floats():
 def pytest_xdist_auto_num_workers(config):
     """One worker more than there are cores, since tests wait now and then; each takes 1 GB."""
     return min(4, len(os.sched_getaffinity(0)) + 1) if hasattr(os, "sched_getaffinity") else 2
+
+
+@dataclasses.dataclass
+class Args:
+    """A script's arguments, as the logger needs them."""
+
+    env_id: str = "Env-v0"
+    exp_name: str | None = None
+    seed: int = 3
+    data_dir: str = "data"
+    datestamp: bool = False
+    resume: bool = False
+    overwrite: bool = False
+    epochs: int = 2
+    lr: float = 0.1
 
 
 def load_script(name):
@@ -82,3 +100,19 @@ def progress(directory, without_time=True):
     """The table of a run, without the one column that differs between equal runs."""
     table = pd.read_csv(Path(directory, "progress.txt"), sep="\t")
     return table.drop(columns="Time") if without_time else table
+
+
+def wait_for(condition, seconds=60):
+    """Fail the test if a condition does not come true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def kill_all(pid):
+    """SIGKILL to a process and all that it started, in whatever process groups they are."""
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True)
+    os.kill(pid, signal.SIGKILL)
+    for child in children.stdout.split():
+        kill_all(int(child))

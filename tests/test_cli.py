@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, command, load_script, progress, run, run_dir
+from conftest import ROOT, command, load_script, progress, run, run_dir, wait_for
 
 from common import UsageError
 from common.args import JsonDict, NonNegInt, PosFloat, PosInt, Sizes, Unit, parse_args
@@ -232,13 +232,6 @@ def rows(directory):
     """Complete lines of progress.txt so far, the header included."""
     path = Path(directory, "progress.txt")
     return path.read_text().splitlines() if path.exists() else []
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
 
 
 def test_python_needs_nothing_but_the_path():

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import ROOT, command, load_script, mpi, progress, run, run_dir
+from conftest import ROOT, command, kill_all, load_script, mpi, progress, run, run_dir, wait_for
 
 from common import UsageError
 from common.checkpoint import tree_from_bytes
@@ -90,21 +90,6 @@ def nothing_goes_on(tmp_path):
     for pid in processes(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
-
-
-def kill_all(pid):
-    """SIGKILL to a process and all that it started, in whatever process groups they are."""
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True)
-    os.kill(pid, signal.SIGKILL)
-    for child in children.stdout.split():
-        kill_all(int(child))
 
 
 def assert_same_run(a, b):

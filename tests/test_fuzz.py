@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Args
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -211,18 +211,6 @@ NAMES = st.one_of(
     ).map("".join),
     st.sampled_from(["a" * 200, "a" * 201, "é" * 101, "x" * 5000, "$HOME", "`id`", ".lock"]),
 )
-
-
-@dataclasses.dataclass
-class Args:
-    env_id: str = "Env-v0"
-    exp_name: str | None = None
-    seed: int = 3
-    data_dir: str = "data"
-    datestamp: bool = False
-    resume: bool = False
-    overwrite: bool = False
-    epochs: int = 2
 
 
 @examples(200)

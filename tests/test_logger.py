@@ -1,6 +1,5 @@
 """The run directory: who may write it, and whether others can read what is in it."""
 
-import dataclasses
 import errno
 import json
 import re
@@ -10,24 +9,11 @@ import sys
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import ROOT, mpi
+from conftest import ROOT, Args, mpi
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import UsageError, serialization
 from common.logger import EpochLogger, Logger, colorize, mark, setup_logger_kwargs, start_run
-
-
-@dataclasses.dataclass
-class Args:
-    env_id: str = "Env-v0"
-    exp_name: str | None = None
-    seed: int = 3
-    data_dir: str = "data"
-    datestamp: bool = False
-    resume: bool = False
-    overwrite: bool = False
-    epochs: int = 2
-    lr: float = 0.1
 
 
 def one_epoch(logger, epoch, returns):

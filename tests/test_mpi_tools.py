@@ -7,9 +7,11 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from conftest import MPIRUN, ROOT, mpi
 
 from common import UsageError, mpi_tools
+from common.mpi_pytorch import mpi_compile, setup_pytorch_for_mpi
 
 STATISTICS = """
 import numpy as np
@@ -164,3 +166,18 @@ print("all well", flush=True)
 def test_mpirun_is_of_this_environment():
     assert MPIRUN, "requirements.txt brings mpirun"
     assert np.isfinite(mpi_tools.mpi_avg(1.0))
+
+
+def test_denormal_numbers_are_flushed():
+    """Adam's moments of dead units come to 1e-40, where every operation is slow."""
+    tiny = torch.full((100_000,), 2e-38)  # enough that all threads take part
+    assert (tiny / 4 > 0).all()
+    setup_pytorch_for_mpi()
+    assert (tiny / 4 == 0).all()
+
+
+def test_not_compiled_where_a_path_holds_a_space(monkeypatch):
+    """Inductor would fail there; the function goes on as it is, and a line says so."""
+    monkeypatch.setattr(torch, "__file__", "/a place/torch/__init__.py")
+    with pytest.warns(UserWarning, match="not compiled, and slower: /a place/torch"):
+        assert mpi_compile(abs) is abs

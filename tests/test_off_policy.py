@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import os
-import signal
 import subprocess
 import time
 
@@ -13,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import command, load_script, mpi, progress, run, run_dir
+from conftest import command, kill_all, load_script, mpi, progress, run, run_dir
 
 from common import UsageError
 from common.logger import EpochLogger
@@ -647,14 +646,6 @@ def test_killed_and_resumed_is_uninterrupted(name, ranks, tmp_path):
     run(name, *flags, "killed", "--resume", ranks=ranks)
     tables = [progress(run_dir(tmp_path, exp_name)) for exp_name in ("whole", "killed")]
     pd.testing.assert_frame_equal(*tables, check_exact=True)
-
-
-def kill_all(pid):
-    """SIGKILL to a process and all that it started, in whatever process groups they are."""
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True)
-    os.kill(pid, signal.SIGKILL)
-    for child in children.stdout.split():
-        kill_all(int(child))
 
 
 def test_a_finished_run_drops_its_buffer(tmp_path):

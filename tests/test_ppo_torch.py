@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import signal
 import subprocess
 import time
 
@@ -12,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import command, load_script, mpi, progress, run, run_dir
+from conftest import command, kill_all, load_script, mpi, progress, run, run_dir
 
 ppo = load_script("ppo_torch")
 SMALL = ["--steps-per-epoch", 400, "--train-pi-iters", 5, "--train-v-iters", 5, "--save-freq", 2]
@@ -137,14 +136,6 @@ def test_killed_and_resumed_is_uninterrupted(tmp_path, ranks):
 def saved_epoch(directory):
     epochs = sorted(p.name for p in directory.glob("checkpoint/epoch_*"))
     return int(epochs[-1][-6:]) if epochs else 0
-
-
-def kill_all(pid):
-    """SIGKILL to a process and all that it started, in whatever process groups they are."""
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True)
-    os.kill(pid, signal.SIGKILL)
-    for child in children.stdout.split():
-        kill_all(int(child))
 
 
 def test_ranks_start_and_stay_identical(tmp_path):
