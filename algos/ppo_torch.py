@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # threads wait 0.1 ms, not 10, before they sleep
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that any directory will do
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any directory
 
 import numpy as np
 import torch
@@ -34,18 +34,19 @@ from gymnasium.spaces import Box, Discrete
 from torch import nn
 
 from common.args import JsonDict, NonNegInt, PosFloat, PosInt, Sizes, Unit
-from common.cli import main, make_env, stop_requested
+from common.cli import experiment, main, make_env
 from common.logger import start_run
 from common.mpi_pytorch import (
+    load_state_dicts,
     mpi_avg_grads,
     mpi_compile,
     save_model,
     setup_pytorch_for_mpi,
+    state_dicts,
     sync_params,
     to_arrays,
-    to_tensors,
 )
-from common.mpi_tools import check_finite, mpi_avg, mpi_statistics_scalar, proc_id, rank_share
+from common.mpi_tools import make_rng, mpi_avg, mpi_statistics_scalar, proc_id, rank_share
 
 # Arguments ----------------------------------------------------------------------------------------
 
@@ -54,7 +55,7 @@ from common.mpi_tools import check_finite, mpi_avg, mpi_statistics_scalar, proc_
 class Args:
     # Experiment
     exp_name: str | None = None  # name of the experiment; <script>_<env-id> if not given
-    seed: NonNegInt = 0  # random seed; each rank adds 10000 times its number
+    seed: NonNegInt = 0  # random seed; every rank and every epoch draws numbers of its own
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 10  # epochs between checkpoints
@@ -141,11 +142,11 @@ def actor_critic(obs_dim, space, hidden_sizes, activation, rng):
     return nn.ModuleDict({"pi": pi, "v": mlp([obs_dim, *hidden_sizes, 1], activation, rng)})
 
 
-def act(policy, o, rng):
+def get_action(policy, o, rng):
     """Sample one action in NumPy: for a single observation, calling a framework is all overhead.
 
     Args:
-        policy: dict, the contents of policy.npz: `weights` [(W [in, out], b [out]), ...],
+        policy: dict from `export_policy`: arrays `weights` [(W [in, out], b [out]), ...],
             `activation`, and for Box actions `log_std` [act_dim].
         o: [obs_dim], the observation.
         rng: numpy.random.Generator.
@@ -196,7 +197,7 @@ class GAEBuffer:
         Args:
             o2: [obs_dim], the observation after the last step.
             terminated: whether o2 is a terminal state, worth 0. A path that was cut or truncated
-                goes on in truth: V(o2) stands for what would have come.
+                would have gone on: V(o2) estimates the rest of its return.
         """
         self.paths.append((self.ptr, np.array(o2, dtype=np.float32), terminated))
 
@@ -261,6 +262,7 @@ def compute_loss_v(v, ret):
 # Training -----------------------------------------------------------------------------------------
 
 
+@experiment
 def train(args):
     """Train a policy.
 
@@ -281,7 +283,7 @@ def train(args):
         return logger.close()
 
     # Networks and optimizers: all ranks start from the same parameters.
-    rng = np.random.default_rng(args.seed)
+    rng = make_rng(args.seed, "weights")
     ac = actor_critic(obs_dim, action_space, args.hidden_sizes, args.activation, rng).to(device)
     sync_params(ac)
     pi_optimizer = torch.optim.Adam(ac.pi.parameters(), lr=args.pi_lr, fused=True)
@@ -335,7 +337,7 @@ def train(args):
         logger.store(DeltaLossPi=loss_pi - loss_pi_old, DeltaLossV=loss_v - loss_v_old)
         logger.store(Entropy=entropy, KL=kl, ClipFrac=clip_frac, StopIter=i)
 
-    def policy():
+    def export_policy():
         layers = [layer for layer in ac.pi.net if isinstance(layer, nn.Linear)]
         weights = [to_arrays((layer.weight.T, layer.bias)) for layer in layers]
         arrays = {"weights": weights, "activation": args.activation}
@@ -347,39 +349,38 @@ def train(args):
     # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
     # is all there is to restore.
     stateful = {"ac": ac, "pi_optimizer": pi_optimizer, "vf_optimizer": vf_optimizer}
-    start_epoch, state, _ = logger.load_state()
-    if state is not None:
-        for name, part in stateful.items():
-            part.load_state_dict(to_tensors(state[name]))
+    load_state_dicts(stateful, logger.load_state())
 
     # Main loop: each epoch gathers experience with a fixed policy, then improves it.
-    for epoch in range(start_epoch, args.epochs):
-        rng = np.random.default_rng([args.seed + 10000 * proc_id(), epoch])
-        actor = policy()
+    for epoch in logger.epochs_left():
+        rng = make_rng(args.seed, "rollout", proc_id(), epoch)
+        policy = export_policy()
         o, _ = env.reset(seed=int(rng.integers(2**31)))
         ep_ret, ep_len = 0.0, 0
 
-        for t in logger.progress(local_steps_per_epoch, epoch):
-            a = act(actor, o, rng)
+        for t in logger.progress(local_steps_per_epoch):
+            a = get_action(policy, o, rng)
             o2, r, terminated, truncated, _ = env.step(to_env(a, action_space))
             buf.store(o, a, r)
             o, ep_ret, ep_len = o2, ep_ret + float(r), ep_len + 1
 
             ended = terminated or truncated or ep_len == args.max_ep_len
-            if ended or t == local_steps_per_epoch - 1:
+            cut = t == local_steps_per_epoch - 1 and not ended
+            if ended or cut:
                 buf.finish_path(o, terminated)
             if ended:
                 logger.store(EpRet=ep_ret, EpLen=ep_len)
                 o, _ = env.reset()
                 ep_ret, ep_len = 0.0, 0
+            elif cut:
+                logger.store(CutEpRet=ep_ret)
 
         update()
-        state = {name: to_arrays(part.state_dict()) for name, part in stateful.items()}
-        check_finite(f"epoch {epoch}", observation=buf.obs, reward=buf.rew, parameter=state["ac"])
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)
         logger.log_tabular("EpRet", with_min_and_max=True)
+        logger.log_tabular("CutEpRet", average_only=True)
         logger.log_tabular("EpLen", average_only=True)
         logger.log_tabular("VVals", with_min_and_max=True)
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
@@ -390,12 +391,10 @@ def train(args):
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()
 
-        stop = stop_requested()
-        if (epoch + 1) % args.save_freq == 0 or epoch + 1 == args.epochs or stop:
+        if logger.save_due():
             save_model(ac, logger.output_dir)
-            logger.save_state(policy(), state)
-        if stop:
-            break
+            state = state_dicts(stateful)
+            logger.save_state(export_policy(), state)
 
     return logger.close()
 

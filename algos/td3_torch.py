@@ -25,27 +25,27 @@ from pathlib import Path
 from typing import Literal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # threads wait 0.1 ms, not 10, before they sleep
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that any directory will do
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any directory
 
 import numpy as np
 import torch
 from gymnasium.spaces import Box
 from torch import nn
 
-from common import UsageError
 from common.args import JsonDict, NonNegFloat, NonNegInt, PosFloat, PosInt, Sizes, Unit
-from common.cli import main, make_env, stop_requested
+from common.cli import experiment, main, make_env
 from common.logger import start_run
 from common.mpi_pytorch import (
     MpiAdamOptimizer,
+    load_state_dicts,
     mpi_compile,
     save_model,
     setup_pytorch_for_mpi,
+    state_dicts,
     sync_params,
     to_arrays,
-    to_tensors,
 )
-from common.mpi_tools import check_finite, num_procs, proc_id, rank_share
+from common.mpi_tools import make_rng, num_procs, proc_id, rank_share
 
 # Arguments ----------------------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ from common.mpi_tools import check_finite, num_procs, proc_id, rank_share
 class Args:
     # Experiment
     exp_name: str | None = None  # name of the experiment; <script>_<env-id> if not given
-    seed: NonNegInt = 0  # random seed; each rank adds 10000 times its number
+    seed: NonNegInt = 0  # random seed; every rank and every epoch draws numbers of its own
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 1  # epochs between checkpoints
@@ -77,7 +77,7 @@ class Args:
     batch_size: PosInt = 100  # transitions per gradient step, all ranks together
     start_steps: NonNegInt = 10_000  # first steps, all ranks together: actions uniformly random
     update_after: PosInt = 1000  # steps before the first update, all ranks together
-    update_every: PosInt = 50  # steps of each rank between updates; then as many gradient steps
+    update_every: PosInt = 50  # steps of each rank per block of update_every * ranks gradient steps
     num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
     polyak: Unit = 0.995  # how much of the target networks a gradient step keeps
     # TD3
@@ -155,11 +155,11 @@ def actor_critic(obs_dim, act_dim, hidden_sizes, activation, rng):
     return nn.ModuleDict({"pi": pi, "q": q})
 
 
-def act(policy, o, rng=None):
+def get_action(policy, o, rng=None):
     """Choose one action in NumPy: for a single observation, calling a framework is all overhead.
 
     Args:
-        policy: dict, the contents of policy.npz: `weights` [(W [in, out], b [out]), ...],
+        policy: dict from `export_policy`: arrays `weights` [(W [in, out], b [out]), ...],
             `activation` and `act_noise`.
         o: [obs_dim], the observation.
         rng: numpy.random.Generator of the noise; None for the action without noise.
@@ -191,7 +191,7 @@ class ReplayBuffer:
     """The newest `size` transitions of this rank, in the rows of one array: o, a, r, o2, d.
 
     o2 is the observation that followed, not that of a reset. d is 1 only if o2 is terminal, worth
-    0: an episode that was cut, by a time limit or the end of an epoch, goes on in truth.
+    0: an episode that a time limit or the end of an epoch cut would have gone on.
     """
 
     def __init__(self, obs_dim, act_dim, size):
@@ -199,7 +199,6 @@ class ReplayBuffer:
         self.columns = np.cumsum(widths)[:-1]
         self.data = np.zeros((size, sum(widths)), dtype=np.float32)  # takes memory as it is written
         self.count = 0  # transitions ever stored
-        self.saves = [0]  # the count at each save
 
     def store(self, o, a, r, o2, d):
         """Add one transition. The action is in [-1, 1], not as rescaled for the environment."""
@@ -215,25 +214,6 @@ class ReplayBuffer:
         rows = self.data[rng.integers(min(self.count, len(self.data)), size=shape)]
         obs, act, rew, obs2, done = np.split(rows, self.columns, axis=-1)
         return obs, act, rew[..., 0], obs2, done[..., 0]
-
-    def newest(self, n):
-        """The newest n rows [n, width], oldest first; fewer if there are no more."""
-        n = min(n, self.count, len(self.data))
-        return self.data[np.arange(self.count - n, self.count) % len(self.data)]
-
-    def save(self):
-        """For Logger.save_state: what came since the last save, and how many saves hold it all."""
-        journal = {"count": self.count, "rows": self.newest(self.count - self.saves[-1])}
-        self.saves.append(self.count)
-        return journal, sum(count > self.count - len(self.data) for count in self.saves[1:])
-
-    def load(self, journal):
-        """Restore what `save` returned, a list, oldest first."""
-        for part in journal:
-            start = part["count"] - len(part["rows"])
-            self.data[np.arange(start, part["count"]) % len(self.data)] = part["rows"]
-            self.count = part["count"]
-            self.saves.append(self.count)
 
 
 # Losses -------------------------------------------------------------------------------------------
@@ -263,6 +243,7 @@ def compute_loss_pi(ac, obs):
 # Training -----------------------------------------------------------------------------------------
 
 
+@experiment
 def train(args):
     """Train a policy.
 
@@ -275,17 +256,9 @@ def train(args):
     """
     # Set-up: what cannot work is refused before anything is written.
     device = setup_pytorch_for_mpi(args.device)
-    env, test_env = (make_env(args.env_id, args.env_kwargs, (Box,)) for _ in range(2))
+    env, test_env = (make_env(args.env_id, args.env_kwargs, (Box,), bounded=True) for _ in range(2))
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     act_dim = int(np.prod(action_space.shape))
-    if not action_space.is_bounded():
-        raise UsageError(f"{args.env_id} has actions without bounds: there is no scale to act on")
-    if args.batch_size > args.replay_size:
-        text = f"--batch-size {args.batch_size} is above --replay-size {args.replay_size}"
-        raise UsageError(text)
-    if args.update_after < args.batch_size:
-        text = f"--update-after {args.update_after} is below --batch-size {args.batch_size}"
-        raise UsageError(text)
     local_steps_per_epoch = rank_share("--steps-per-epoch", args.steps_per_epoch)
     local_batch_size = rank_share("--batch-size", args.batch_size)
     local_replay_size = rank_share("--replay-size", args.replay_size)
@@ -294,13 +267,13 @@ def train(args):
         return logger.close(clear=True)
 
     # Networks and optimizers: all ranks start from the same parameters.
-    rng = np.random.default_rng(args.seed)
+    rng = make_rng(args.seed, "weights")
     ac = actor_critic(obs_dim, act_dim, args.hidden_sizes, args.activation, rng).to(device)
     sync_params(ac)
     ac_targ = copy.deepcopy(ac).requires_grad_(False)
     pi_optimizer = MpiAdamOptimizer(ac.pi.parameters(), args.pi_lr)
     q_optimizer = MpiAdamOptimizer(ac.q.parameters(), args.q_lr)
-    buf, updates = ReplayBuffer(obs_dim, act_dim, local_replay_size), 0
+    buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
 
     def update(obs, act, rew, obs2, done, noise, update_pi):
         """One gradient step: a graph of its own, from the batch to the new target networks."""
@@ -331,32 +304,33 @@ def train(args):
         update = mpi_compile(update, mode="reduce-overhead" if capture else "default")
 
     def update_block(steps, rng):
-        """Many gradient steps; what they draw comes in one go, and what they tell goes in one."""
-        nonlocal updates
+        """Take gradient steps on batches that are drawn, and logged, all at once."""
         shape, info = (steps, local_batch_size), defaultdict(list)
         noise = rng.standard_normal((steps, local_batch_size, act_dim), dtype=np.float32)
         batches = [torch.as_tensor(x, device=device) for x in (*buf.sample(shape, rng), noise)]
-        for batch in zip(*batches, strict=True):
-            updates += 1  # over the whole run: the delay goes on from block to block
-            for key, value in update(*batch, updates % args.policy_delay == 0).items():
+        first = int(q_optimizer.step) + 1  # the delay counts gradient steps of the whole run
+        for step, batch in enumerate(zip(*batches, strict=True), first):
+            for key, value in update(*batch, step % args.policy_delay == 0).items():
                 info[key].append(value.clone())  # the next replay of a CUDA graph overwrites it
         logger.store(**{key: torch.stack(values).cpu() for key, values in info.items()})
 
-    def policy():
+    def export_policy():
         layers = [layer for layer in ac.pi.net if isinstance(layer, nn.Linear)]
         weights = [to_arrays((layer.weight.T, layer.bias)) for layer in layers]
         arrays = {"weights": weights, "activation": args.activation}
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
         return arrays | {"distribution": "deterministic", "act_noise": args.act_noise}
 
-    def test(actor, epoch):
+    def test(policy, epoch):
         """Episodes without noise, shared out over the ranks: the i-th is the same on any number."""
         for i in range(proc_id(), args.num_test_episodes, num_procs()):
-            rng = np.random.default_rng([args.seed, epoch, i + 1])
+            rng = make_rng(args.seed, "test", epoch, i)
             o, _ = test_env.reset(seed=int(rng.integers(2**31)))
             ended, ep_ret, ep_len = False, 0.0, 0
             while not ended:
-                o, r, terminated, truncated, _ = test_env.step(to_env(act(actor, o), action_space))
+                o, r, terminated, truncated, _ = test_env.step(
+                    to_env(get_action(policy, o), action_space)
+                )
                 ep_ret, ep_len = ep_ret + float(r), ep_len + 1
                 ended = terminated or truncated or ep_len == args.max_ep_len
             logger.store(TestEpRet=ep_ret, TestEpLen=ep_len)
@@ -365,26 +339,21 @@ def train(args):
     # is all there is to restore.
     stateful = {"ac": ac, "ac_targ": ac_targ}
     stateful |= {"pi_optimizer": pi_optimizer, "q_optimizer": q_optimizer}
-    start_epoch, state, journal = logger.load_state()
-    if state is not None:
-        for name, part in stateful.items():
-            part.load_state_dict(to_tensors(state[name]))
-        buf.load(journal)
-        updates = state["updates"]
+    load_state_dicts(stateful, logger.load_state(buf))
 
     # Main loop: a block of steps, then as many gradient steps as all ranks took together.
-    for epoch in range(start_epoch, args.epochs):
-        rng = np.random.default_rng([args.seed + 10000 * proc_id(), epoch])
-        actor = policy()
+    for epoch in logger.epochs_left():
+        rng = make_rng(args.seed, "rollout", proc_id(), epoch)
+        policy = export_policy()
         o, _ = env.reset(seed=int(rng.integers(2**31)))
         ep_ret, ep_len = 0.0, 0
 
-        for t in logger.progress(local_steps_per_epoch, epoch):
+        for t in logger.progress(local_steps_per_epoch):
             local_steps = epoch * local_steps_per_epoch + t  # before this one
             if local_steps * num_procs() < args.start_steps:
                 a = rng.uniform(-1, 1, act_dim).astype(np.float32)
             else:
-                a = act(actor, o, rng)
+                a = get_action(policy, o, rng)
             o2, r, terminated, truncated, _ = env.step(to_env(a, action_space))
             buf.store(o, a, r, o2, terminated)
             o, ep_ret, ep_len = o2, ep_ret + float(r), ep_len + 1
@@ -393,23 +362,21 @@ def train(args):
                 logger.store(EpRet=ep_ret, EpLen=ep_len)
                 o, _ = env.reset()
                 ep_ret, ep_len = 0.0, 0
+            elif t == local_steps_per_epoch - 1:
+                logger.store(CutEpRet=ep_ret)
 
             local_steps += 1
             enough = local_steps * num_procs() >= args.update_after
             if enough and local_steps % args.update_every == 0:
                 update_block(args.update_every * num_procs(), rng)
-                actor = policy()
+                policy = export_policy()
 
-        test(actor, epoch)
-        state = {name: to_arrays(part.state_dict()) for name, part in stateful.items()}
-        state["updates"] = updates
-        obs, _, rew, obs2, _ = np.split(buf.newest(local_steps_per_epoch), buf.columns, axis=-1)
-        obs = {"before": obs, "after": obs2}
-        check_finite(f"epoch {epoch}", observation=obs, reward=rew, parameter=state["ac"])
+        test(policy, epoch)
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)
         logger.log_tabular("EpRet", with_min_and_max=True)
+        logger.log_tabular("CutEpRet", average_only=True)
         logger.log_tabular("TestEpRet", with_min_and_max=True)
         logger.log_tabular("EpLen", average_only=True)
         logger.log_tabular("TestEpLen", average_only=True)
@@ -421,12 +388,10 @@ def train(args):
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()
 
-        stop = stop_requested()
-        if (epoch + 1) % args.save_freq == 0 or epoch + 1 == args.epochs or stop:
+        if logger.save_due():
             save_model(ac, logger.output_dir)
-            logger.save_state(policy(), state, *buf.save())
-        if stop:
-            break
+            state = state_dicts(stateful)
+            logger.save_state(export_policy(), state, buf)
 
     return logger.close(clear=True)
 

@@ -26,13 +26,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that any directory will do
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any directory
 
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
 from common.args import JsonDict, NonNegFloat, NonNegInt, PosFloat, PosInt, Sizes, Unit
-from common.cli import main, make_env, stop_requested
+from common.cli import experiment, main, make_env
 from common.logger import start_run
 from common.mpi_tf1 import (
     MpiAdamOptimizer,
@@ -43,7 +43,7 @@ from common.mpi_tf1 import (
     setup_tf1_for_mpi,
     sync_all_params,
 )
-from common.mpi_tools import check_finite, mpi_avg, mpi_statistics_scalar, proc_id, rank_share
+from common.mpi_tools import make_rng, mpi_avg, mpi_statistics_scalar, proc_id, rank_share
 
 # isort: split
 import tensorflow.compat.v1 as tf  # common.mpi_tf1 has loaded it, quietly and in graph mode
@@ -55,7 +55,7 @@ import tensorflow.compat.v1 as tf  # common.mpi_tf1 has loaded it, quietly and i
 class Args:
     # Experiment
     exp_name: str | None = None  # name of the experiment; <script>_<env-id> if not given
-    seed: NonNegInt = 0  # random seed; each rank adds 10000 times its number
+    seed: NonNegInt = 0  # random seed; every rank and every epoch draws numbers of its own
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 10  # epochs between checkpoints
@@ -179,11 +179,11 @@ def actor_critic(obs_dim, space, hidden_sizes, activation, rng):
         return pi, MLP([obs_dim, *hidden_sizes, 1], activation, rng)
 
 
-def act(policy, o, rng):
+def get_action(policy, o, rng):
     """Sample one action in NumPy: for a single observation, calling a framework is all overhead.
 
     Args:
-        policy: dict, the contents of policy.npz: `weights` [(W [in, out], b [out]), ...],
+        policy: dict from `export_policy`: arrays `weights` [(W [in, out], b [out]), ...],
             `activation`, and for Box actions `log_std` [act_dim].
         o: [obs_dim], the observation.
         rng: numpy.random.Generator.
@@ -234,7 +234,7 @@ class GAEBuffer:
         Args:
             o2: [obs_dim], the observation after the last step.
             terminated: whether o2 is a terminal state, worth 0. A path that was cut or truncated
-                goes on in truth: V(o2) stands for what would have come.
+                would have gone on: V(o2) estimates the rest of its return.
         """
         self.paths.append((self.ptr, np.array(o2, dtype=np.float32), terminated))
 
@@ -346,6 +346,7 @@ def natural_step(fisher, g, delta, cg_iters):
 # Training -----------------------------------------------------------------------------------------
 
 
+@experiment
 def train(args):
     """Train a policy.
 
@@ -366,7 +367,7 @@ def train(args):
         return logger.close()
 
     # Networks and optimizers: all ranks start from the same parameters.
-    rng = np.random.default_rng(args.seed)
+    rng = make_rng(args.seed, "weights")
     pi, v = actor_critic(obs_dim, action_space, args.hidden_sizes, args.activation, rng)
     pi_vars, v_vars = tf.trainable_variables("pi/"), tf.trainable_variables("v/")
     vf_optimizer = MpiAdamOptimizer(args.vf_lr, name="vf_optimizer")
@@ -439,7 +440,7 @@ def train(args):
         logger.store(DeltaLossPi=loss_pi - loss_pi_old, DeltaLossV=loss_v - loss_v_old)
         logger.store(Entropy=entropy, KL=kl, BacktrackIters=i)
 
-    def policy():
+    def export_policy():
         arrays = {"weights": sess.run(pi.net.layers), "activation": args.activation}
         if isinstance(action_space, Discrete):
             return arrays | {"distribution": "categorical"}
@@ -452,38 +453,38 @@ def train(args):
         "ac": {p.op.name: p for p in pi_vars + v_vars},
         "vf_optimizer": vf_optimizer.variables,
     }
-    start_epoch, state, _ = logger.load_state()
-    if state is not None:
-        load_variables(sess, stateful, state)
+    load_variables(sess, stateful, logger.load_state())
 
     # Main loop: each epoch gathers experience with a fixed policy, then improves it.
-    for epoch in range(start_epoch, args.epochs):
-        rng = np.random.default_rng([args.seed + 10000 * proc_id(), epoch])
-        actor = policy()
+    for epoch in logger.epochs_left():
+        rng = make_rng(args.seed, "rollout", proc_id(), epoch)
+        policy = export_policy()
         o, _ = env.reset(seed=int(rng.integers(2**31)))
         ep_ret, ep_len = 0.0, 0
 
-        for t in logger.progress(local_steps_per_epoch, epoch):
-            a = act(actor, o, rng)
+        for t in logger.progress(local_steps_per_epoch):
+            a = get_action(policy, o, rng)
             o2, r, terminated, truncated, _ = env.step(to_env(a, action_space))
             buf.store(o, a, r)
             o, ep_ret, ep_len = o2, ep_ret + float(r), ep_len + 1
 
             ended = terminated or truncated or ep_len == args.max_ep_len
-            if ended or t == local_steps_per_epoch - 1:
+            cut = t == local_steps_per_epoch - 1 and not ended
+            if ended or cut:
                 buf.finish_path(o, terminated)
             if ended:
                 logger.store(EpRet=ep_ret, EpLen=ep_len)
                 o, _ = env.reset()
                 ep_ret, ep_len = 0.0, 0
+            elif cut:
+                logger.store(CutEpRet=ep_ret)
 
         update()
-        state = sess.run(stateful)
-        check_finite(f"epoch {epoch}", observation=buf.obs, reward=buf.rew, parameter=state["ac"])
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)
         logger.log_tabular("EpRet", with_min_and_max=True)
+        logger.log_tabular("CutEpRet", average_only=True)
         logger.log_tabular("EpLen", average_only=True)
         logger.log_tabular("VVals", with_min_and_max=True)
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
@@ -494,12 +495,10 @@ def train(args):
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()
 
-        stop = stop_requested()
-        if (epoch + 1) % args.save_freq == 0 or epoch + 1 == args.epochs or stop:
+        if logger.save_due():
             save_model(sess, {"obs": obs_ph}, outputs, logger.output_dir)
-            logger.save_state(policy(), state)
-        if stop:
-            break
+            state = sess.run(stateful)
+            logger.save_state(export_policy(), state)
 
     return logger.close()
 

@@ -227,7 +227,7 @@ def profile(script, args):
         return logger
 
     module.make_env, module.start_run = timed_env, timed_run
-    module.act = watch.wrap("acting", module.act)
+    module.get_action = watch.wrap("acting", module.get_action)
     if off_policy(script) and hasattr(module, "mpi_compile"):
         compile_ = module.mpi_compile
         module.mpi_compile = lambda *a, **k: watch.wrap("update", compile_(*a, **k))

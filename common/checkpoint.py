@@ -93,16 +93,17 @@ class Checkpointer:
     def __init__(self, directory):
         self.directory = Path(directory)
         self.journal = {}  # this rank's journal: file name -> SHA-256
+        self.counts = [0]  # transitions stored at each save of the journal
 
-    def save(self, epoch, state, journal=None, journal_parts=None):
+    def save(self, epoch, state, buffer=None):
         """Save the state after `epoch` epochs.
 
         Args:
             epoch: number of finished epochs.
             state: this rank's tree (see `tree_to_bytes`).
-            journal: this rank's tree of what came since the last save, for what only grows.
-            journal_parts: how many of the newest parts are still needed, this one included; all
-                of them, if None.
+            buffer: this rank's replay buffer, if there is one: `data` [size, width], whose row
+                i % size holds the i-th transition, and `count`, the transitions ever stored. Only
+                the rows that are new since the last save are written.
 
         Raises:
             OSError: the disk is full, say; the checkpoints before this one are intact.
@@ -113,11 +114,15 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         barrier()
-        if journal is not None:
+        if buffer is not None:
+            size = len(buffer.data)
+            new = np.arange(max(self.counts[-1], buffer.count - size), buffer.count) % size
+            part = {"count": buffer.count, "rows": buffer.data[new]}
             name = f"rank_{proc_id()}_{epoch:06d}.npz"
-            self.journal[name] = _write(self.directory / "journal" / name, journal)
-            if journal_parts:
-                self.journal = dict(list(self.journal.items())[-journal_parts:])
+            self.journal[name] = _write(self.directory / "journal" / name, part)
+            self.counts.append(buffer.count)
+            needed = sum(count > buffer.count - size for count in self.counts[1:])
+            self.journal = dict(list(self.journal.items())[-needed:])
         name = f"rank_{proc_id()}.npz"
         files = {f"{final.name}/{name}": _write(temporary / name, state)}
         files |= {f"journal/{name}": digest for name, digest in self.journal.items()}
@@ -131,12 +136,15 @@ class Checkpointer:
             self._prune()
         barrier()
 
-    def load(self):
-        """The newest intact checkpoint.
+    def load(self, buffer=None):
+        """Go back to the newest intact checkpoint.
+
+        Args:
+            buffer: as in `save`; its rows and count are restored in place.
 
         Returns:
-            (epoch, state, journal): the number of finished epochs, this rank's tree, and the list
-            of this rank's journal parts, oldest first; (0, None, []) if nothing was ever saved.
+            (epoch, state): the number of finished epochs and this rank's tree; (0, None) if nothing
+            was ever saved.
 
         Raises:
             CheckpointError: checkpoints exist and all are damaged, or are of another number of
@@ -153,12 +161,17 @@ class Checkpointer:
                 error = printable(f"{type(e).__name__}: {e}")
             errors = [e for e in allgather(error) if e]
             if not errors:
-                return epoch, state, journal
+                for part in journal if buffer is not None else []:
+                    start = part["count"] - len(part["rows"])
+                    buffer.data[np.arange(start, part["count"]) % len(buffer.data)] = part["rows"]
+                    buffer.count = part["count"]
+                    self.counts.append(buffer.count)
+                return epoch, state
             if proc_id() == 0:
                 print(f"WARNING: checkpoint {name} is damaged ({errors[0]})", file=sys.stderr)
         if broadcast(bool(names)):
             raise CheckpointError(f"no usable checkpoint in {self.directory}")
-        return 0, None, []
+        return 0, None
 
     def clear(self):
         """Delete all checkpoints and the journal."""

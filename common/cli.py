@@ -4,10 +4,11 @@ Exit codes: 0 finished (or nothing left to do), 1 failed, 2 bad input, 128 + sig
 """
 
 import contextlib
+import functools
+import math
 import os
 import signal
 import sys
-import time
 import traceback
 import warnings
 
@@ -15,14 +16,15 @@ import gymnasium as gym
 import numpy as np
 
 from common import UsageError, logger
-from common.args import parse_args
-from common.mpi_tools import barrier, mpi_abort, mpi_fork, mpi_op, num_procs, proc_id
+from common.args import check_args, parse_args
+from common.mpi_tools import barrier, mpi_abort, mpi_fork, num_procs, proc_id
+from common.signals import catch_signals, stop_signal
 
 
 class CheckedEnv(gym.Wrapper):
-    """Refuses observations and rewards of another shape than promised.
+    """Refuses NaN and infinity, and observations and rewards of another shape than promised.
 
-    NumPy stores some of them all the same: one number fills a whole row.
+    NumPy stores some of these all the same: one number fills a whole row.
     """
 
     def __init__(self, env):
@@ -35,27 +37,39 @@ class CheckedEnv(gym.Wrapper):
         return o, info
 
     def step(self, action):
+        check_numbers("action", action)
         o, r, terminated, truncated, info = self.env.step(action)
         self.check(o)
         if isinstance(r, np.ndarray | list | tuple):
             if np.size(r) != 1:
                 raise ValueError(f"{self.spec.id} gave a reward of shape {np.shape(r)}")
             r = np.asarray(r).item()
+        check_numbers("reward", r)
         return o, r, terminated, truncated, info
 
     def check(self, o):
         if np.shape(o) != self.shape:
             wrong = f"gave an observation of shape {np.shape(o)}, not {self.shape}"
             raise ValueError(f"{self.spec.id} {wrong} as its observation_space says")
+        check_numbers("observation", o)
 
 
-def make_env(env_id, env_kwargs, action_spaces):
+def check_numbers(name, x):
+    """Raise FloatingPointError if a number or an array holds a NaN or an infinity."""
+    # One product is quicker than looking at each element, and is finite if all of them are, unless
+    # it overflows.
+    if not (math.isfinite(np.vdot(x, x)) or np.isfinite(x).all()):
+        raise FloatingPointError(f"{name} is NaN or infinite")
+
+
+def make_env(env_id, env_kwargs, action_spaces, bounded=False):
     """Make the environment, with vector observations.
 
     Args:
         env_id: a Gymnasium id, `package:Name-v0` to import a package first.
         env_kwargs: dict of arguments for the environment.
         action_spaces: tuple of the space classes that the script can act in.
+        bounded: whether Box actions need bounds, to be scaled to.
 
     Raises:
         UsageError: there is no such environment, it cannot be made with these arguments, or its
@@ -73,41 +87,37 @@ def make_env(env_id, env_kwargs, action_spaces):
         if not isinstance(space, supported):
             names = " and ".join(kind.__name__ for kind in supported)
             raise UsageError(f"{env_id} has {type(space).__name__} {what}; supported: {names}")
+    if bounded and not env.action_space.is_bounded():
+        raise UsageError(f"{env_id} has actions without bounds: there is no scale to act on")
+    if isinstance(env.action_space, gym.spaces.Box) and env.action_space.dtype.kind != "f":
+        raise UsageError(f"{env_id} has integer actions in a Box; supported: real numbers")
     env = CheckedEnv(env)
     if len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return env
 
 
-_stop_signal = None  # the signal that asked this process to stop
-_stop_time = 0.0
+def experiment(train):
+    """Wrap a script's `train(args)`, for the command line and for Python alike.
 
+    The arguments are checked before anything else happens. However `train` is left, status.json
+    says how, and the run directory is free for the next run.
+    """
 
-def _on_signal(signum, frame):
-    global _stop_signal, _stop_time
-    # A terminal's Ctrl-C comes twice, from the terminal and from mpirun: that is one request.
-    if _stop_signal is not None and time.monotonic() - _stop_time > 1:
-        logger.mark("interrupted", f"signal {signum}, twice")
-        os._exit(128 + signum)
-    if _stop_signal is None:
-        _stop_signal, _stop_time = signum, time.monotonic()
-        if proc_id() == 0:
-            name = signal.Signals(signum).name
-            text = f"\n{name}: stopping at the end of this epoch; once more stops at once\n"
-            with contextlib.suppress(OSError):  # where nobody reads any more
-                os.write(2, text.encode())  # a print here could interrupt another one
+    @functools.wraps(train)
+    def checked_train(args):
+        check_args(args)
+        try:
+            return train(args)
+        except BaseException as e:
+            status = "interrupted" if isinstance(e, KeyboardInterrupt) else "failed"
+            text = str(e) if isinstance(e, UsageError) else f"{type(e).__name__}: {e}"
+            logger.mark(status, text)
+            raise
+        finally:
+            logger.release()
 
-
-def catch_signals():
-    """From now on SIGINT, SIGTERM and SIGUSR1 ask for a stop at the end of the epoch."""
-    proc_id()  # MPI installs a SIGUSR1 handler of its own when it starts: ours comes after it
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(signum, _on_signal)
-
-
-def stop_requested():
-    """Whether any rank was asked to stop; the same answer on all ranks."""
-    return mpi_op(float(_stop_signal is not None), "MAX") > 0
+    return checked_train
 
 
 def tell(text):
@@ -126,24 +136,22 @@ def main(train, Args):
             mpi_fork(args.num_cpu)
         except RuntimeError as e:
             raise UsageError(str(e)) from e
-        catch_signals()
+        catch_signals(on_second=lambda text: logger.mark("interrupted", text))
         finished = train(args)
     except UsageError as e:
         all_agree = barrier(timeout=5)
         if proc_id() == 0 or not all_agree:
             tell(f"{script}: error: {e}")
-            logger.mark("failed", str(e))
         if not all_agree:
             mpi_abort(2)
         sys.exit(2)
-    except BaseException as e:
+    except BaseException:
         if args is None:  # --help
             raise
         # Without an abort the other ranks would wait for this one for ever, even if an environment
         # called sys.exit.
         where = f" on rank {proc_id()} of {num_procs()}" if num_procs() > 1 else ""
         tell(f"{script}: failed{where}\n{traceback.format_exc()}")
-        logger.mark("failed", f"{type(e).__name__}: {e}")
         mpi_abort(1)
     if not finished:
-        sys.exit(128 + (_stop_signal or signal.SIGTERM))
+        sys.exit(128 + (stop_signal() or signal.SIGTERM))

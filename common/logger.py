@@ -27,7 +27,14 @@ from tqdm import tqdm
 
 from common import UsageError
 from common.checkpoint import Checkpointer, CheckpointError
-from common.mpi_tools import broadcast, check_finite, mpi_statistics_scalar, num_procs, proc_id
+from common.mpi_tools import (
+    broadcast,
+    check_finite,
+    mpi_statistics_scalar,
+    mpi_sum,
+    num_procs,
+    proc_id,
+)
 from common.serialization import (
     check_inside,
     convert_json,
@@ -36,6 +43,7 @@ from common.serialization import (
     write_atomically,
     write_json,
 )
+from common.signals import stop_requested
 
 COLORS = {"gray": 30, "red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
 # What a run leaves in its directory; --overwrite deletes these and nothing else.
@@ -117,6 +125,12 @@ def mark(status, error=None):
             _open_logger.write_status(status, error)
 
 
+def release():
+    """Close the open run's files and let other processes have its directory."""
+    if _open_logger is not None:
+        _open_logger.close_lock()
+
+
 class Logger:
     """The record of one run.
 
@@ -143,6 +157,8 @@ class Logger:
             raise UsageError("--resume and --overwrite exclude each other")
         self.headers, self.row = [], {}
         self.epoch = self.epochs = 0  # epochs done, epochs to do
+        self.save_freq = 1  # epochs between checkpoints
+        self.stopping = False  # whether the run was asked to stop
         self.finished = False  # whether the run that is resumed has no epoch left to do
         self.elapsed = 0.0  # seconds before this process took the run up
         self.start_time = time.time()
@@ -207,6 +223,9 @@ class Logger:
         """Let other processes have the directory."""
         global _open_logger
         _open_logger = None
+        for file in (self.progress_file, self.events):
+            if file:
+                file.close()
         if self._lock:
             self._lock.close()
             self._lock = None
@@ -223,6 +242,7 @@ class Logger:
         """
         args = convert_json(config)
         self.epochs = args.get("epochs", 0)
+        self.save_freq = args.get("save_freq", 1)
         config = {**args, "exp_name": self.exp_name, "script": Path(script or sys.argv[0]).name}
         config |= {"ranks": num_procs(), "versions": _versions(), "git_commit": _git_commit()}
         config |= {"host": socket.gethostname(), "command": sys.argv}
@@ -313,9 +333,6 @@ class Logger:
                 self.write_status("finished" if done else "interrupted")
             if done and clear:
                 shutil.rmtree(self.checkpointer.directory, ignore_errors=True)
-            for file in (self.progress_file, self.events):
-                if file:
-                    file.close()
         self.close_lock()
         return done
 
@@ -331,10 +348,16 @@ class Logger:
             except OSError:  # the reader or the terminal is gone; the run goes on unseen
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    def progress(self, steps, epoch):
+    def epochs_left(self):
+        """Iterate over the numbers of the epochs that are left; a request to stop ends it early."""
+        while self.epoch < self.epochs and not self.stopping:
+            yield self.epoch
+
+    def progress(self, steps):
         """Iterate over `range(steps)`, with a bar on rank 0 where there is a terminal."""
         hide = proc_id() != 0 or not sys.stderr.isatty()
-        return tqdm(range(steps), f"epoch {epoch}", disable=hide, leave=False, unit="step")
+        name = f"epoch {self.epoch} of {self.epochs}"
+        return tqdm(range(steps), name, disable=hide, leave=False, unit="step")
 
     def log_tabular(self, key, value):
         """Set one column of this epoch's row. Every epoch sets the same columns."""
@@ -395,15 +418,24 @@ class Logger:
 
     # Saving and resuming ------------------------------------------------------------------------
 
-    def save_state(self, policy, state, journal=None, journal_parts=None):
+    def save_due(self):
+        """Whether a checkpoint is due: every `save_freq` epochs, at the last, and before a stop."""
+        self.stopping = stop_requested()
+        return self.stopping or self.epoch % self.save_freq == 0 or self.epoch == self.epochs
+
+    def save_state(self, policy, state, buffer=None):
         """Save the policy for NumPy, and all that an exact continuation needs.
 
         Args:
             policy: dict for policy.npz: all that it takes to act with NumPy alone. `weights` is a
                 list of layers (W [in, out], b [out]); the rest arrays, numbers and strings.
             state: this rank's tree for `Checkpointer.save`.
-            journal, journal_parts: likewise.
+            buffer: the replay buffer, likewise.
+
+        Raises:
+            FloatingPointError: on all ranks, if the state holds a NaN or an infinity on any.
         """
+        check_finite(f"epoch {self.epoch - 1}", parameter=state)
         if proc_id() == 0:
             os.fsync(
                 self.progress_file.fileno()
@@ -413,33 +445,35 @@ class Logger:
                 policy |= {f"weight_{i}": W, f"bias_{i}": b}
             write_atomically(self.output_dir / "policy.npz", lambda f: np.savez(f, **policy))
         state = {"script": state, "headers": self.headers, "time": self.time()}
-        self.checkpointer.save(self.epoch, state, journal, journal_parts)
+        self.checkpointer.save(self.epoch, state, buffer)
         if proc_id() == 0:
             self.write_status("running")
 
-    def load_state(self):
+    def load_state(self, buffer=None):
         """Go back to the newest checkpoint, if the run is resumed and has one.
 
+        Args:
+            buffer: the replay buffer, which is filled again.
+
         Returns:
-            (epoch, state, journal): the epoch to begin with, and what `save_state` was given;
-            (0, None, []) for a run that starts.
+            the state that `save_state` was given; None for a run that starts.
 
         Raises:
             CheckpointError: all checkpoints are damaged, or progress.txt is shorter than they say.
         """
         if not self.resume:
-            return 0, None, []
-        epoch, saved, journal = self.checkpointer.load()
+            return None
+        epoch, saved = self.checkpointer.load(buffer)
         error = broadcast(self._cut_progress(epoch) if proc_id() == 0 else None)
         if error:
             raise CheckpointError(error)
         self.epoch = epoch
         if saved is None:
             self.log("Nothing to resume: starting from the beginning", "yellow")
-            return 0, None, []
+            return None
         self.headers, self.elapsed = saved["headers"], saved["time"]
         self.log(f"Resuming after epoch {epoch}", "yellow")
-        return epoch, saved["script"], journal
+        return saved["script"]
 
     def _cut_progress(self, epoch):
         """Drop the rows that no checkpoint covers: they will be computed again."""
@@ -470,6 +504,7 @@ class EpochLogger(Logger):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.stored = {}
+        self._no_episode_told = False
 
     def store(self, **values):
         """Add numbers to this epoch's lists, one by key."""
@@ -492,6 +527,8 @@ class EpochLogger(Logger):
             return
         if "Loss" in key or "EpRet" in key:
             check_finite(f"epoch {self.epoch}", **{key: self.stacked(key)})
+        if key == "EpRet":
+            self._explain_no_episode()
         mean, std, low, high = self.get_stats(key)
         super().log_tabular(key if average_only else f"Average{key}", mean)
         if not average_only:
@@ -500,6 +537,17 @@ class EpochLogger(Logger):
             super().log_tabular(f"Max{key}", high)
             super().log_tabular(f"Min{key}", low)
         self.stored[key] = []
+
+    def _explain_no_episode(self):
+        """Say so, once, if no episode ended on any rank in this epoch."""
+        if mpi_sum(len(self.stored.get("EpRet", []))) == 0 and not self._no_episode_told:
+            self._no_episode_told = True
+            text = (
+                f"WARNING: no episode ended in epoch {self.epoch}, so EpRet is nan; CutEpRet is "
+                "the return of the episodes that the end of the epoch cut. Raise "
+                "--steps-per-epoch, which the ranks share, lower --max-ep-len, or use fewer ranks"
+            )
+            self.log(text, "yellow")
 
     def get_stats(self, key):
         """(mean, std, min, max) over all ranks of what was stored under `key` in this epoch."""

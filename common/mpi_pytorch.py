@@ -175,6 +175,17 @@ def save_model(module, output_dir):
         write_atomically(path, lambda f: f.write(buffer.getvalue()))
 
 
+def state_dicts(stateful):
+    """The state of modules and optimizers as NumPy arrays: {name: object} -> {name: state_dict}."""
+    return {name: to_arrays(part.state_dict()) for name, part in stateful.items()}
+
+
+def load_state_dicts(stateful, state):
+    """Go back to what `state_dicts` returned; nothing happens if `state` is None."""
+    for name, part in stateful.items() if state else ():
+        part.load_state_dict(to_tensors(state[name]))
+
+
 def to_arrays(tree):
     """A copy of nested dicts and lists (a state_dict) with NumPy arrays in place of tensors."""
     if isinstance(tree, torch.Tensor):

@@ -124,9 +124,9 @@ class MpiAdamOptimizer:
     def apply_gradients(self, grads_and_vars):
         """An op that takes one step. Call this once per optimizer."""
         with tf.variable_scope(self.name):
-            t = self._slot("step", np.zeros((), np.int64))
-        with tf.control_dependencies([tf.assign_add(t, 1)]):
-            steps = tf.cast(t.read_value(), tf.float64)
+            self.step = self._slot("step", np.zeros((), np.int64))
+        with tf.control_dependencies([tf.assign_add(self.step, 1)]):
+            steps = tf.cast(self.step.read_value(), tf.float64)
         correction1, correction2 = (1 - np.float64(b) ** steps for b in (self.beta1, self.beta2))
         # The kernel is handed bias corrections of its own as done (powers of 0): it then computes
         # var -= step_size m / (sqrt(v) + epsilon sqrt(correction2)), which is torch's step.
@@ -158,9 +158,9 @@ def load_variables(sess, tree, values):
 
     Args:
         tree: nested dicts of variables.
-        values: nested dicts of arrays, with the same keys.
+        values: nested dicts of arrays, with the same keys; nothing happens if it is None.
     """
-    for key, node in tree.items():
+    for key, node in tree.items() if values else ():
         if isinstance(node, dict):
             load_variables(sess, node, values[key])
         else:

@@ -16,6 +16,7 @@ import numpy as np
 
 from common import UsageError
 
+RNG_USES = ("weights", "rollout", "test")  # each draws random numbers of its own; see make_rng
 FORK_MARKER = "MPI_FORKED"  # set by mpi_fork for its children alone, who delete it
 MAX_THREADS = 4  # more threads than this do not speed up networks of this size
 
@@ -43,6 +44,23 @@ def proc_id():
 def num_procs():
     """Number of ranks."""
     return _mpi().COMM_WORLD.Get_size() if _mpi() else 1
+
+
+def make_rng(seed, use, *key):
+    """The random number generator of one use of a run, independent of all others.
+
+    Every epoch makes its generators anew, so a resumed run needs no saved ones. The spawn key of
+    NumPy's SeedSequence keeps them apart; a list would not: `default_rng(3)` and
+    `default_rng([3, 0])` are the same generator, since NumPy pads a seed with zeros.
+
+    Args:
+        seed: the run's seed.
+        use: "weights", "rollout" or "test".
+        key: ints that tell generators of one use apart: the rank, the epoch, the test episode.
+    """
+    return np.random.default_rng(
+        np.random.SeedSequence(seed, spawn_key=(RNG_USES.index(use), *key))
+    )
 
 
 def allreduce(x, out, op="SUM"):
@@ -149,22 +167,27 @@ def check_finite(when, **values):
 
     Args:
         when: where in the run this is, for the message ("epoch 3").
-        values: a number, an array, or a dict of arrays, by name.
+        values: a number, an array, or nested dicts and lists of them, by name.
 
     Raises:
         FloatingPointError: on every rank, naming the first of the values that is bad on any rank,
             and the first such rank: a bad reward of one rank makes all ranks' parameters bad.
     """
-    bad = []
-    for name, value in values.items():
-        arrays = value.values() if isinstance(value, dict) else [value]
-        if not all(np.isfinite(a).all() for a in arrays):
-            bad.append(name)
+    bad = [name for name, value in values.items() if not _all_finite(value)]
     if mpi_op(float(bool(bad)), "MAX"):
         by_rank = allgather(bad)
         name = next(name for name in values if any(name in names for names in by_rank))
         rank = next(rank for rank, names in enumerate(by_rank) if name in names)
         raise FloatingPointError(f"{name} is NaN or infinite on rank {rank} in {when}")
+
+
+def _all_finite(tree):
+    """Whether no array or number in nested dicts and lists is NaN or infinite."""
+    if isinstance(tree, dict):
+        return all(map(_all_finite, tree.values()))
+    if isinstance(tree, list | tuple):
+        return all(map(_all_finite, tree))
+    return isinstance(tree, str | None) or bool(np.isfinite(tree).all())
 
 
 def threads_per_rank():

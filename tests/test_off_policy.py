@@ -212,8 +212,8 @@ def test_numpy_actor_is_the_framework_s(name):
             sess.run(tf.global_variables_initializer())
             weights, expected = sess.run([ac.pi.net.layers, outputs["act"]])
     actor = {"weights": weights, "activation": "relu", "act_noise": 0.1}
-    ours = np.array([m.act(actor, o) for o in obs])
-    noisy = np.array([m.act(actor, o, np.random.default_rng(1)) for o in obs])
+    ours = np.array([m.get_action(actor, o) for o in obs])
+    noisy = np.array([m.get_action(actor, o, np.random.default_rng(1)) for o in obs])
     noise = np.random.default_rng(1).standard_normal((1, ACT), dtype=np.float32)
     noise = noise.repeat(B, axis=0)
     if name.endswith("torch"):

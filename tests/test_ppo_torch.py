@@ -70,14 +70,14 @@ def test_numpy_actor_is_the_networks_actor(activation):
         o, rng = np.array([1.0, -2.0, 0.5, 3.0]), np.random.default_rng(2)
         out = ac.pi.net(torch.tensor(o, dtype=torch.float32)).detach().numpy()
         if isinstance(space, gym.spaces.Discrete):
-            actions = np.array([ppo.act(policy, o, rng) for _ in range(4000)])
+            actions = np.array([ppo.get_action(policy, o, rng) for _ in range(4000)])
             wanted = np.exp(out - np.log(np.exp(out).sum()))
             np.testing.assert_allclose(np.bincount(actions) / 4000, wanted, atol=0.03)
         else:
-            exact = ppo.act(policy | {"log_std": np.full(2, -np.inf, np.float32)}, o, rng)
+            exact = ppo.get_action(policy | {"log_std": np.full(2, -np.inf, np.float32)}, o, rng)
             np.testing.assert_allclose(exact, out, rtol=1e-5)
             policy["log_std"] = np.array([-0.5, -2], np.float32)
-            actions = np.array([ppo.act(policy, o, rng) for _ in range(4000)])
+            actions = np.array([ppo.get_action(policy, o, rng) for _ in range(4000)])
             np.testing.assert_allclose(actions.std(0), np.exp([-0.5, -2]), rtol=0.05)
             np.testing.assert_allclose(actions.mean(0), out, atol=0.05)
 

@@ -49,7 +49,7 @@ DEPENDS_ON = {
         "SquashedGaussianActor": "framework",
         "QFunction": "framework",
         "TwinQFunction": "framework",
-        "act": "algo",  # a fixed action and noise, or a sample of SAC's policy
+        "get_action": "algo",  # a fixed action and noise, or a sample of SAC's policy
         "compute_backup": "framework algo",
         "compute_loss_q": "framework algo",
         "compute_loss_pi": "framework algo",
@@ -67,7 +67,7 @@ DEPENDS_ON = {
     },
 }
 OF_A_FAMILY = {
-    *("actor_critic", "act", "to_env", "compute_loss_pi", "Args.compile", "Args.pi_lr"),
+    *("actor_critic", "get_action", "to_env", "compute_loss_pi", "Args.compile", "Args.pi_lr"),
     *("Args.epochs", "Args.hidden_sizes", "Args.activation", "Args.save_freq"),
     *("train: Set-up", "train: Networks and optimizers", "train: Policy", "train: Resume"),
     "train: Main loop",
@@ -76,7 +76,7 @@ OF_A_FAMILY = {
 SAME = [
     ("GaussianActor", ("vpg", "ppo")),
     ("CategoricalActor", ("vpg", "ppo")),
-    ("act", ("ddpg", "td3")),
+    ("get_action", ("ddpg", "td3")),
     ("compute_loss_q", ("td3", "sac")),
 ]
 # Lines that may differ in any block: what the framework calls its state, an algorithm's columns.
