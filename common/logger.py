@@ -25,7 +25,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tqdm import tqdm
 
-from common import UsageError
+from common import UsageError, cpu
 from common.checkpoint import Checkpointer, CheckpointError
 from common.mpi_tools import (
     broadcast,
@@ -589,6 +589,9 @@ def _versions():
     if "mpi4py.MPI" in sys.modules:
         library = sys.modules["mpi4py.MPI"].Get_library_version()
         versions["MPI"] = " ".join(library.split("\n")[0].split())[:60]
+    versions["cpu"] = cpu.cpu_name()
+    if cpu.mkl:
+        versions["mkl"] = cpu.mkl
     return versions
 
 

@@ -11,8 +11,12 @@ import numpy as np
 import torch
 
 from common import UsageError
+from common.cpu import keep_freed_memory, switch_mkl
 from common.mpi_tools import allreduce, barrier, broadcast, num_procs, proc_id, threads_per_rank
 from common.serialization import write_atomically
+
+switch_mkl(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+keep_freed_memory()
 
 
 def setup_pytorch_for_mpi(device="cpu"):

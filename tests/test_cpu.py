@@ -1,0 +1,128 @@
+"""MKL's switch for AMD's CPUs: what it computes, and that it is silent where it does not apply."""
+
+import ctypes
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, run, run_dir
+
+from common import cpu
+
+LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+
+NUMBERS = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from common import cpu, mpi_pytorch
+x, w = (torch.randn(n, 256, generator=torch.Generator().manual_seed(n)) for n in (512, 300))
+functions = torch.tanh, torch.exp, torch.sin, lambda x: x @ w.T.to(x) / 16, lambda x: x.std(0)
+errors = []
+for f in functions:
+    exact = f(x.double())
+    errors.append(float(((f(x) - exact).abs() / (1 + exact.abs())).max()))
+intel = getattr(__import__("ctypes").CDLL({str(LIBRARY)!r}), "mkl_serv_intel_cpu_true", int)()
+maps = [line.split() for line in open("/proc/self/maps")] if sys.platform == "linux" else []
+writable_code = [m[-1] for m in maps if m[1].startswith("rwx") and "torch" in m[-1]]
+print(json.dumps([cpu.mkl, intel, writable_code, errors]))
+"""
+
+
+def numbers(**env):
+    """mkl_serv_intel_cpu_true's answer and rounding errors, in a new process."""
+    command = [sys.executable, "-c", NUMBERS]
+    result = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    return json.loads(result.stdout)
+
+
+def test_numbers_agree_with_the_plain_path():
+    """Both within float32 rounding of float64, and the code of MKL is not left writable."""
+    plain, switched = numbers(TORCH_MKL_AMD="0"), numbers()
+    for mkl, intel, writable, errors in (plain, switched):
+        assert max(errors) < 3e-6 and writable == []
+        assert mkl == "default" or intel == 1
+    assert plain[0] == "default"
+    if plain[1] == 0 and "AMD" in cpu.cpu_name() and hasattr(os, "sched_getaffinity"):
+        assert switched[:2] == ["as on Intel", 1]
+
+
+@pytest.mark.parametrize(
+    "cpuinfo",
+    [
+        "vendor_id\t: GenuineIntel\nmodel name\t: Xeon\nflags\t\t: fpu avx2 avx512f\n",
+        "vendor_id\t: AuthenticAMD\nmodel name\t: Opteron\nflags\t\t: fpu avx\n",
+        "processor\t: 0\nBogoMIPS\t: 50.00\nCPU implementer\t: 0x41\n",  # ARM
+        None,  # macOS
+    ],
+)
+def test_other_cpus_are_left_alone(tmp_path, monkeypatch, cpuinfo):
+    if cpuinfo:
+        (tmp_path / "cpuinfo").write_text(f"{cpuinfo}\nprocessor\t: 1\nvendor_id\t: AuthenticAMD\n")
+    library_is_not_touched(monkeypatch, tmp_path / "cpuinfo")
+
+
+def library_is_not_touched(monkeypatch, cpuinfo):
+    monkeypatch.setattr(cpu, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(cpu.ctypes, "CDLL", lambda *args: pytest.fail("a library was opened"))
+    cpu._cpuinfo.cache_clear()
+    try:
+        cpu.switch_mkl(LIBRARY)
+        assert cpu.mkl == "default"
+    finally:
+        cpu._cpuinfo.cache_clear()
+
+
+AMD = "vendor_id\t: AuthenticAMD\nmodel name\t: EPYC\nflags\t\t: fpu avx2\n\nprocessor\t: 1\n"
+
+
+class Hardened:
+    """MKL's function, and a kernel that lets no code be changed."""
+
+    mkl_serv_intel_cpu_true = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+
+    def mprotect(self, *args):
+        return -1
+
+
+@pytest.mark.parametrize("library", ["missing.so", "no symbol", "hardened", "off"])
+def test_whatever_fails_leaves_torch_as_it_is(tmp_path, monkeypatch, library):
+    (tmp_path / "cpuinfo").write_text(AMD)
+    if library == "off":
+        monkeypatch.setenv("TORCH_MKL_AMD", "0")
+        library_is_not_touched(monkeypatch, tmp_path / "cpuinfo")
+        return
+    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    libraries = {"no symbol": object(), "hardened": Hardened()}
+    if library in libraries:
+        monkeypatch.setattr(cpu.ctypes, "CDLL", lambda *args: libraries[library])
+    cpu._cpuinfo.cache_clear()
+    try:
+        assert cpu.cpu_name() == "AuthenticAMD EPYC"
+        cpu.switch_mkl(library)
+        assert cpu.mkl == "default"
+    finally:
+        cpu._cpuinfo.cache_clear()
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the code is x86-64's")
+def test_code_is_overwritten_across_pages():
+    """At the last bytes of a page too, which is then read-only again."""
+    code = cpu.mmap.mmap(-1, 2 * cpu.mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(code))
+    for offset in (0, cpu.mmap.PAGESIZE - 3):
+        cpu._overwrite(start + offset, cpu.MOV_EAX_1_RET)
+        assert ctypes.CFUNCTYPE(ctypes.c_int)(start + offset)() == 1
+
+
+def test_config_names_cpu_and_mkl(tmp_path):
+    flags = ["--epochs", 1, "--steps-per-epoch", 100, "--data-dir", tmp_path, "--exp-name", "x"]
+    run("ppo_torch", "--env-id", "CartPole-v1", *flags, env={"TORCH_MKL_AMD": "0"})
+    versions = json.loads((run_dir(tmp_path, "x") / "config.json").read_text())["versions"]
+    assert versions["mkl"] == "default" and versions["cpu"] == cpu.cpu_name() != ""
