@@ -3,7 +3,7 @@
     python benchmark/grid.py sweeps/sac.toml
     python benchmark/grid.py sweeps/sac.toml --workers 4 --dry-run
     python benchmark/grid.py algos/ppo_torch.py --env-id Hopper-v4 HalfCheetah-v4 --seed 0 1 2
-    python benchmark/grid.py sweeps/spinning_up_on_policy.toml --slurm
+    python benchmark/grid.py sweeps/benchmark_on_policy.toml --slurm
 
 A sweep file:
 
