@@ -160,10 +160,14 @@ ONE_RANK = {
         ((0, "rollout", "sigusr1"), None),
     ],
 }
-CAREERS = [(s, 2, c) for s, c in TWO_RANKS.items()] + [(s, 1, c) for s, c in ONE_RANK.items()]
+CAREERS = [
+    pytest.param("sac_torch", 2, TWO_RANKS["sac_torch"], id="sac_torch"),
+    pytest.param("trpo_tf1", 2, TWO_RANKS["trpo_tf1"], id="trpo_tf1", marks=pytest.mark.slow),
+    pytest.param("td3_tf1", 1, ONE_RANK["td3_tf1"], id="td3_tf1", marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("script, ranks, career", CAREERS, ids=[*TWO_RANKS, *ONE_RANK])
+@pytest.mark.parametrize("script, ranks, career", CAREERS)
 def test_one_fault_after_another(tmp_path, script, ranks, career):
     """Whatever befalls the run: all ranks are gone within 10 seconds, the exit code is not 0, the
     line names the rank, the status tells; every attempt goes forward, over damaged checkpoints too;
@@ -207,6 +211,7 @@ def test_one_fault_after_another(tmp_path, script, ranks, career):
     assert not list(directory.rglob(".*.tmp"))  # nothing half-written is left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script, ranks", [("ppo_tf1", 1)])
 def test_killed_at_random_until_finished(tmp_path, script, ranks):
     """kill -9 at random moments until the run gets through, as for other scripts elsewhere."""

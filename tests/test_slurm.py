@@ -126,6 +126,7 @@ def test_without_slurm(tmp_path):
     assert not list(tmp_path.glob("data/*"))
 
 
+@pytest.mark.slow
 @needs_slurm
 @pytest.mark.parametrize("launcher", ["mpirun", "srun"])
 def test_a_job_array_is_warned_requeued_and_resumed(tmp_path, launcher):
@@ -156,6 +157,7 @@ def test_a_job_array_is_warned_requeued_and_resumed(tmp_path, launcher):
     assert "nothing to submit" in submit(tmp_path).stdout
 
 
+@pytest.mark.slow
 @needs_slurm
 def test_a_failed_task_is_not_requeued_and_is_submitted_again_on_request(tmp_path):
     name = write_sweep(tmp_path, "fail_at = 1")
