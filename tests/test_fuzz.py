@@ -452,7 +452,7 @@ def test_any_policy_file_is_the_one_saved_or_refused(data):
         path.write_bytes(content)
         tracemalloc.start()
         try:
-            policy = tp.load_policy(path)
+            policy = tp.read_policy(path)
         except UsageError as e:
             assert "is no policy" in str(e)
             policy = None
@@ -568,7 +568,7 @@ def test_a_damaged_run_keeps_no_other_from_being_plotted(run_on_disk, capsys, da
         good = [d for d in datasets if d.attrs["run_dir"].endswith("good_s0")]
         assert len(good) == 1 and good[0]["AverageEpRet"].tolist() == [0, 10.5, 21]
         for curve in plot.collect_curves(datasets, "TotalEnvInteracts", "Performance"):
-            assert curve["label"].isprintable()
+            assert curve.attrs["label"].isprintable()
         run = launch.Run("x.py", "bad", 0, {}, {}, 1, directory)
         word, detail = launch.status(run)
         assert word in ("finished", "interrupted", "failed", "too short")

@@ -163,7 +163,7 @@ def test_a_pickle_under_one_name_of_a_run(torch_run, tmp_path, name):
     else:
         assert resume(data)
         assert len((directory / "progress.txt").read_text().splitlines()) == 4
-        tp.load_policy(directory / "policy.npz")
+        tp.read_policy(directory / "policy.npz")
 
 
 def npy_of(array):
@@ -564,9 +564,9 @@ def test_arrays_cannot_make_test_policy_raise(torch_run, tmp_path):
     ):
         np.savez(path, **{**policy, **change})
         with pytest.raises(UsageError, match="is no policy"):
-            print(change, tp.load_policy(path))
+            print(change, tp.read_policy(path))
     np.savez(path, **policy, layers=np.ones(3))
-    assert len(tp.load_policy(path)["layers"]) == 3  # the policy's, not the array of this name
+    assert len(tp.read_policy(path)["layers"]) == 3  # the policy's, not the array of this name
 
 
 def test_names_and_numbers_cannot_stop_a_plot(torch_run, tmp_path, capsys):
