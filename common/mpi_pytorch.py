@@ -119,11 +119,12 @@ class MpiAdamOptimizer:
 
     Args:
         params: the parameters; their values change in place.
-        learning_rate: as in the paper; a float.
+        learning_rate, beta1, beta2, epsilon: as in the paper; floats.
     """
 
-    def __init__(self, params, learning_rate):
+    def __init__(self, params, learning_rate, beta1=0.9, beta2=0.999, epsilon=1e-8):
         self.params, self.learning_rate, self.ranks = list(params), learning_rate, num_procs()
+        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
         self.exp_avgs, self.exp_avg_sqs = ([torch.zeros_like(p) for p in self.params] for _ in "12")
         self.step = torch.zeros((), dtype=torch.float64, device=self.params[0].device)
         for state in (*self.exp_avgs, *self.exp_avg_sqs, self.step):
@@ -131,24 +132,32 @@ class MpiAdamOptimizer:
             if state.is_cuda:  # CUDA graphs change it where it lies
                 torch._dynamo.mark_static_address(state)
 
-    def minimize(self, loss, beta1=0.9, beta2=0.999, epsilon=1e-8):
-        """Take one step down the gradient of `loss`, averaged over all ranks with one message."""
+    def compute_gradients(self, loss):
+        """The gradients of `loss`, averaged over all ranks with one message: one per parameter."""
         grads = torch.autograd.grad(loss, self.params)
         if self.ranks > 1:
             flat = mpi_avg_tensor(torch.cat([g.flatten() for g in grads]))
             parts = flat.split([g.numel() for g in grads])
             grads = [part.view_as(g) for part, g in zip(parts, grads, strict=True)]
-        with torch.no_grad():
-            self.step += 1
-            # beta^t as exp(t log beta): the compiler works an exp out once, a power per parameter.
-            correction1 = 1 - torch.exp(self.step * math.log(beta1))
-            correction2 = torch.sqrt(1 - torch.exp(self.step * math.log(beta2)))
-            step_size = (self.learning_rate * correction2 / correction1).float()
-            epsilon = (epsilon * correction2).float()
-            for p, g, m, v in zip(self.params, grads, self.exp_avgs, self.exp_avg_sqs, strict=True):
-                m.lerp_(g, 1 - beta1)
-                v.lerp_(g * g, 1 - beta2)
-                p -= step_size * m / (torch.sqrt(v) + epsilon)
+        return grads
+
+    @torch.no_grad()
+    def apply_gradients(self, grads):
+        """Take one step with what `compute_gradients` returned."""
+        self.step += 1
+        # beta^t as exp(t log beta): the compiler works an exp out once, a power per parameter.
+        correction1 = 1 - torch.exp(self.step * math.log(self.beta1))
+        correction2 = torch.sqrt(1 - torch.exp(self.step * math.log(self.beta2)))
+        step_size = (self.learning_rate * correction2 / correction1).float()
+        epsilon = (self.epsilon * correction2).float()
+        for p, g, m, v in zip(self.params, grads, self.exp_avgs, self.exp_avg_sqs, strict=True):
+            m.lerp_(g, 1 - self.beta1)
+            v.lerp_(g * g, 1 - self.beta2)
+            p -= step_size * m / (torch.sqrt(v) + epsilon)
+
+    def minimize(self, loss):
+        """Take one step down the gradient of `loss`, averaged over all ranks."""
+        self.apply_gradients(self.compute_gradients(loss))
 
     def state_dict(self):
         """The moments and step counts, for checkpoints."""
