@@ -163,6 +163,40 @@ print("all well", flush=True)
         assert mpi(tmp_path, source, ranks).stdout.count("all well") == ranks
 
 
+def test_adam_takes_the_steps_of_torch(tmp_path):
+    """Eagerly, on ranks with half a batch each; stopped, restored and gone on with in the middle."""
+    source = """
+import torch
+from common.mpi_pytorch import MpiAdamOptimizer, to_arrays, to_tensors
+from common.mpi_tools import *
+x = torch.randn(20, 8, 4, generator=torch.Generator().manual_seed(0))
+ours, theirs = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+with torch.no_grad():
+    for p, q in zip(ours.parameters(), theirs.parameters()):
+        p.copy_(torch.linspace(-1, 1, p.numel()).view_as(p))
+        q.copy_(p)
+optimizer = MpiAdamOptimizer(ours.parameters(), 1e-2, beta1=0.8)
+adam = torch.optim.Adam(theirs.parameters(), 1e-2, betas=(0.8, 0.999))
+for i, batch in enumerate(x):
+    mine = batch[proc_id() * 8 // num_procs() : (proc_id() + 1) * 8 // num_procs()]
+    grads = optimizer.compute_gradients((ours(mine) ** 4).mean())
+    adam.zero_grad()
+    (theirs(batch) ** 4).mean().backward()
+    for g, q in zip(grads, theirs.parameters()):
+        torch.testing.assert_close(g, q.grad, rtol=1e-4, atol=1e-5)
+    optimizer.apply_gradients(grads)
+    adam.step()
+    if i == 9:
+        saved = to_arrays(optimizer.state_dict())
+        optimizer = MpiAdamOptimizer(ours.parameters(), 1e-2, beta1=0.8)
+        optimizer.load_state_dict(to_tensors(saved))
+for p, q in zip(ours.parameters(), theirs.parameters()):
+    torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+"""
+    for ranks in (1, 2):
+        mpi(tmp_path, source, ranks)
+
+
 def test_mpirun_is_of_this_environment():
     assert MPIRUN, "requirements.txt brings mpirun"
     assert np.isfinite(mpi_tools.mpi_avg(1.0))
