@@ -164,7 +164,7 @@ print("all well", flush=True)
 
 
 def test_adam_takes_the_steps_of_torch(tmp_path):
-    """Eagerly, on ranks with half a batch each; stopped, restored and gone on with in the middle."""
+    """Eagerly, on ranks with half a batch each; stopped and restored in the middle."""
     source = """
 import torch
 from common.mpi_pytorch import MpiAdamOptimizer, to_arrays, to_tensors
