@@ -48,7 +48,14 @@ from common.mpi_pytorch import (
     sync_params,
     to_arrays,
 )
-from common.mpi_tools import make_rng, mpi_avg, mpi_statistics_scalar, proc_id, rank_share
+from common.mpi_tools import (
+    make_rng,
+    mpi_avg,
+    mpi_running_statistics,
+    mpi_statistics_scalar,
+    proc_id,
+    rank_share,
+)
 
 # Arguments ----------------------------------------------------------------------------------------
 
@@ -76,6 +83,8 @@ class Args:
     gamma: Unit = 0.99  # discount factor
     hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
+    norm_obs: bool = False  # learn from observations less their mean, over their standard deviation
+    norm_rew: bool = False  # learn from rewards over the standard deviation of discounted returns
     # TRPO
     algo: Literal["trpo", "npg"] = "trpo"  # npg: natural policy gradient, without the line search
     delta: PosFloat = 0.01  # KL divergence that a policy step may reach
@@ -166,12 +175,18 @@ def actor_critic(obs_dim, space, hidden_sizes, activation, rng):
     return nn.ModuleDict({"pi": pi, "v": mlp([obs_dim, *hidden_sizes, 1], activation, rng)})
 
 
+def normalize(x, mean, std):
+    """(x - mean) / std, clipped to [-10, 10]."""
+    return ((x - mean) / std).clip(-10, 10)
+
+
 def get_action(policy, o, rng):
     """Sample one action in NumPy: for a single observation, calling a framework is all overhead.
 
     Args:
         policy: dict from `export_policy`: arrays `weights` [(W [in, out], b [out]), ...],
-            `activation`, and for Box actions `log_std` [act_dim].
+            `activation`, for Box actions `log_std` [act_dim], and with --norm-obs `obs_mean` and
+            `obs_std` [obs_dim].
         o: [obs_dim], the observation.
         rng: numpy.random.Generator.
 
@@ -179,6 +194,8 @@ def get_action(policy, o, rng):
         [act_dim] float32 for Box actions, an int from 0 for Discrete ones.
     """
     x = np.asarray(o, dtype=np.float32)
+    if "obs_mean" in policy:
+        x = normalize(x, policy["obs_mean"], policy["obs_std"])
     *hidden, (W_out, b_out) = policy["weights"]
     for W, b in hidden:
         x = np.tanh(x @ W + b) if policy["activation"] == "tanh" else np.maximum(x @ W + b, 0)
@@ -199,20 +216,33 @@ def to_env(a, space):
 
 
 class GAEBuffer:
-    """One epoch of this rank's experience, and once it is full, advantages and returns."""
+    """One epoch of this rank's experience, and once it is full, advantages and returns.
 
-    def __init__(self, obs_dim, action_space, size, gamma, lam):
+    With `norm_obs` or `norm_rew`, `stats` holds what is known of all steps of all ranks: `sums`
+    [3, obs_dim + 1] float64 over x^0, x^1 and x^2, where x is the observation and, in the last
+    column, the discounted return so far, and `obs_mean`, `obs_std` [obs_dim] float32. They change
+    only in `get`: the policy acts a whole epoch on the same ones. Without, `stats` is empty.
+    """
+
+    def __init__(self, obs_dim, action_space, size, gamma, lam, norm_obs=False, norm_rew=False):
         self.obs = np.zeros((size, obs_dim), dtype=np.float32)
         discrete = isinstance(action_space, Discrete)
         act_shape = () if discrete else (int(np.prod(action_space.shape)),)
         self.act = np.zeros((size, *act_shape), dtype=np.int64 if discrete else np.float32)
         self.rew = np.zeros(size, dtype=np.float32)
         self.gamma, self.lam = gamma, lam
+        self.norm_obs, self.norm_rew, self.stats = norm_obs, norm_rew, {}
+        if norm_obs or norm_rew:
+            self.stats["sums"] = np.zeros((3, obs_dim + 1))
+            self.stats["obs_mean"] = np.zeros(obs_dim, dtype=np.float32)
+            self.stats["obs_std"] = np.ones(obs_dim, dtype=np.float32)
+        self.past_ret, self.past_rets = 0.0, np.zeros(size)
         self.ptr, self.paths = 0, []
 
     def store(self, o, a, r):
         """Add one step. The action is as sampled, not as clipped for the environment."""
         self.obs[self.ptr], self.act[self.ptr], self.rew[self.ptr] = o, a, r
+        self.past_rets[self.ptr] = self.past_ret = r + self.gamma * self.past_ret
         self.ptr += 1
 
     def finish_path(self, o2, terminated):
@@ -224,6 +254,7 @@ class GAEBuffer:
                 would have gone on: V(o2) estimates the rest of its return.
         """
         self.paths.append((self.ptr, np.array(o2, dtype=np.float32), terminated))
+        self.past_ret = 0.0
 
     def get(self, v):
         """Empty the buffer.
@@ -234,12 +265,22 @@ class GAEBuffer:
 
         Returns:
             obs [size, obs_dim], act [size] or [size, act_dim], adv [size], ret [size], val [size];
-            adv has mean 0 and standard deviation 1 over all ranks.
+            adv has mean 0 and standard deviation 1 over all ranks. With `norm_obs`, obs is
+            normalized; with `norm_rew`, so are the rewards that adv and ret are made of.
         """
-        size = len(self.rew)
-        values = v(np.concatenate([self.obs, [o2 for _, o2, _ in self.paths]]))
+        size, rew = len(self.rew), self.rew
+        obs = np.concatenate([self.obs, [o2 for _, o2, _ in self.paths]])
+        if self.norm_obs:  # by the statistics that the policy acted on
+            obs = normalize(obs, self.stats["obs_mean"], self.stats["obs_std"])
+        if self.stats:
+            steps = np.column_stack([self.obs, self.past_rets])
+            mean, std = mpi_running_statistics(self.stats["sums"], steps)
+            self.stats["obs_mean"][:], self.stats["obs_std"][:] = mean[:-1], std[:-1]
+        if self.norm_rew:
+            rew = normalize(rew, 0, std[-1])
+        values = v(obs)
         val, v_end = values[:size].tolist(), values[size:].tolist()
-        rew, adv, ret = self.rew.tolist(), np.zeros(size), np.zeros(size)
+        rew, adv, ret = rew.tolist(), np.zeros(size), np.zeros(size)
         start = 0
         for (end, _, terminated), v_next in zip(self.paths, v_end, strict=True):
             v_next = 0.0 if terminated else v_next
@@ -253,7 +294,7 @@ class GAEBuffer:
         self.ptr, self.paths = 0, []
         mean, std = mpi_statistics_scalar(adv)
         adv = ((adv - mean) / (std + 1e-8)).astype(np.float32)
-        return self.obs, self.act, adv, ret.astype(np.float32), values[:size]
+        return obs[:size], self.act, adv, ret.astype(np.float32), values[:size]
 
 
 # Losses -------------------------------------------------------------------------------------------
@@ -359,7 +400,10 @@ def train(args):
     sync_params(ac)
     pi_params = list(ac.pi.parameters())
     vf_optimizer = torch.optim.Adam(ac.v.parameters(), lr=args.vf_lr, fused=True)
-    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch, args.gamma, args.lam)
+    norm = args.norm_obs, args.norm_rew
+    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch, args.gamma, args.lam, *norm)
+    for name, array in buf.stats.items():  # in NumPy's memory; model.pt and checkpoints hold them
+        ac.register_buffer(name, torch.from_numpy(array))
 
     def values(obs):
         with torch.no_grad():
@@ -435,6 +479,8 @@ def train(args):
         layers = [layer for layer in ac.pi.net if isinstance(layer, nn.Linear)]
         weights = [to_arrays((layer.weight.T, layer.bias)) for layer in layers]
         arrays = {"weights": weights, "activation": args.activation}
+        if args.norm_obs:
+            arrays |= {key: buf.stats[key].copy() for key in ("obs_mean", "obs_std")}
         if isinstance(action_space, Discrete):
             return arrays | {"distribution": "categorical"}
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}

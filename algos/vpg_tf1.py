@@ -38,7 +38,13 @@ from common.mpi_tf1 import (
     setup_tf1_for_mpi,
     sync_all_params,
 )
-from common.mpi_tools import make_rng, mpi_statistics_scalar, proc_id, rank_share
+from common.mpi_tools import (
+    make_rng,
+    mpi_running_statistics,
+    mpi_statistics_scalar,
+    proc_id,
+    rank_share,
+)
 
 # isort: split
 import tensorflow.compat.v1 as tf  # common.mpi_tf1 has loaded it, quietly and in graph mode
@@ -67,6 +73,8 @@ class Args:
     gamma: Unit = 0.99  # discount factor
     hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
+    norm_obs: bool = False  # learn from observations less their mean, over their standard deviation
+    norm_rew: bool = False  # learn from rewards over the standard deviation of discounted returns
     # VPG
     pi_lr: PosFloat = 3e-4  # learning rate of the policy
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
@@ -148,12 +156,18 @@ def actor_critic(obs_dim, space, hidden_sizes, activation, rng):
         return pi, MLP([obs_dim, *hidden_sizes, 1], activation, rng)
 
 
+def normalize(x, mean, std):
+    """(x - mean) / std, clipped to [-10, 10]."""
+    return ((x - mean) / std).clip(-10, 10)
+
+
 def get_action(policy, o, rng):
     """Sample one action in NumPy: for a single observation, calling a framework is all overhead.
 
     Args:
         policy: dict from `export_policy`: arrays `weights` [(W [in, out], b [out]), ...],
-            `activation`, and for Box actions `log_std` [act_dim].
+            `activation`, for Box actions `log_std` [act_dim], and with --norm-obs `obs_mean` and
+            `obs_std` [obs_dim].
         o: [obs_dim], the observation.
         rng: numpy.random.Generator.
 
@@ -161,6 +175,8 @@ def get_action(policy, o, rng):
         [act_dim] float32 for Box actions, an int from 0 for Discrete ones.
     """
     x = np.asarray(o, dtype=np.float32)
+    if "obs_mean" in policy:
+        x = normalize(x, policy["obs_mean"], policy["obs_std"])
     *hidden, (W_out, b_out) = policy["weights"]
     for W, b in hidden:
         x = np.tanh(x @ W + b) if policy["activation"] == "tanh" else np.maximum(x @ W + b, 0)
@@ -181,20 +197,33 @@ def to_env(a, space):
 
 
 class GAEBuffer:
-    """One epoch of this rank's experience, and once it is full, advantages and returns."""
+    """One epoch of this rank's experience, and once it is full, advantages and returns.
 
-    def __init__(self, obs_dim, action_space, size, gamma, lam):
+    With `norm_obs` or `norm_rew`, `stats` holds what is known of all steps of all ranks: `sums`
+    [3, obs_dim + 1] float64 over x^0, x^1 and x^2, where x is the observation and, in the last
+    column, the discounted return so far, and `obs_mean`, `obs_std` [obs_dim] float32. They change
+    only in `get`: the policy acts a whole epoch on the same ones. Without, `stats` is empty.
+    """
+
+    def __init__(self, obs_dim, action_space, size, gamma, lam, norm_obs=False, norm_rew=False):
         self.obs = np.zeros((size, obs_dim), dtype=np.float32)
         discrete = isinstance(action_space, Discrete)
         act_shape = () if discrete else (int(np.prod(action_space.shape)),)
         self.act = np.zeros((size, *act_shape), dtype=np.int64 if discrete else np.float32)
         self.rew = np.zeros(size, dtype=np.float32)
         self.gamma, self.lam = gamma, lam
+        self.norm_obs, self.norm_rew, self.stats = norm_obs, norm_rew, {}
+        if norm_obs or norm_rew:
+            self.stats["sums"] = np.zeros((3, obs_dim + 1))
+            self.stats["obs_mean"] = np.zeros(obs_dim, dtype=np.float32)
+            self.stats["obs_std"] = np.ones(obs_dim, dtype=np.float32)
+        self.past_ret, self.past_rets = 0.0, np.zeros(size)
         self.ptr, self.paths = 0, []
 
     def store(self, o, a, r):
         """Add one step. The action is as sampled, not as clipped for the environment."""
         self.obs[self.ptr], self.act[self.ptr], self.rew[self.ptr] = o, a, r
+        self.past_rets[self.ptr] = self.past_ret = r + self.gamma * self.past_ret
         self.ptr += 1
 
     def finish_path(self, o2, terminated):
@@ -206,6 +235,7 @@ class GAEBuffer:
                 would have gone on: V(o2) estimates the rest of its return.
         """
         self.paths.append((self.ptr, np.array(o2, dtype=np.float32), terminated))
+        self.past_ret = 0.0
 
     def get(self, v):
         """Empty the buffer.
@@ -216,12 +246,22 @@ class GAEBuffer:
 
         Returns:
             obs [size, obs_dim], act [size] or [size, act_dim], adv [size], ret [size], val [size];
-            adv has mean 0 and standard deviation 1 over all ranks.
+            adv has mean 0 and standard deviation 1 over all ranks. With `norm_obs`, obs is
+            normalized; with `norm_rew`, so are the rewards that adv and ret are made of.
         """
-        size = len(self.rew)
-        values = v(np.concatenate([self.obs, [o2 for _, o2, _ in self.paths]]))
+        size, rew = len(self.rew), self.rew
+        obs = np.concatenate([self.obs, [o2 for _, o2, _ in self.paths]])
+        if self.norm_obs:  # by the statistics that the policy acted on
+            obs = normalize(obs, self.stats["obs_mean"], self.stats["obs_std"])
+        if self.stats:
+            steps = np.column_stack([self.obs, self.past_rets])
+            mean, std = mpi_running_statistics(self.stats["sums"], steps)
+            self.stats["obs_mean"][:], self.stats["obs_std"][:] = mean[:-1], std[:-1]
+        if self.norm_rew:
+            rew = normalize(rew, 0, std[-1])
+        values = v(obs)
         val, v_end = values[:size].tolist(), values[size:].tolist()
-        rew, adv, ret = self.rew.tolist(), np.zeros(size), np.zeros(size)
+        rew, adv, ret = rew.tolist(), np.zeros(size), np.zeros(size)
         start = 0
         for (end, _, terminated), v_next in zip(self.paths, v_end, strict=True):
             v_next = 0.0 if terminated else v_next
@@ -235,7 +275,7 @@ class GAEBuffer:
         self.ptr, self.paths = 0, []
         mean, std = mpi_statistics_scalar(adv)
         adv = ((adv - mean) / (std + 1e-8)).astype(np.float32)
-        return self.obs, self.act, adv, ret.astype(np.float32), values[:size]
+        return obs[:size], self.act, adv, ret.astype(np.float32), values[:size]
 
 
 # Losses -------------------------------------------------------------------------------------------
@@ -292,10 +332,14 @@ def train(args):
     pi_vars, v_vars = tf.trainable_variables("pi/"), tf.trainable_variables("v/")
     pi_optimizer = MpiAdamOptimizer(args.pi_lr, name="pi_optimizer")
     vf_optimizer = MpiAdamOptimizer(args.vf_lr, name="vf_optimizer")
-    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch, args.gamma, args.lam)
+    norm = args.norm_obs, args.norm_rew
+    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch, args.gamma, args.lam, *norm)
+    stats = {k: tf.get_variable(k, initializer=x, trainable=False) for k, x in buf.stats.items()}
 
     # The graph: losses on the experience in the buffer, and the steps that lower them.
-    obs_ph = tf.placeholder(tf.float32, [None, obs_dim])
+    raw_obs_ph = obs_ph = tf.placeholder(tf.float32, [None, obs_dim])
+    if args.norm_obs:  # updates feed this tensor, users of the SavedModel the one it is made of
+        obs_ph = tf.clip_by_value((raw_obs_ph - stats["obs_mean"]) / stats["obs_std"], -10, 10)
     act_ph = tf.placeholder(buf.act.dtype, [None, *buf.act.shape[1:]])
     adv_ph, ret_ph, logp_old_ph = (tf.placeholder(tf.float32, [None]) for _ in range(3))
     logp, entropy = pi(obs_ph, act_ph)
@@ -314,6 +358,7 @@ def train(args):
 
     def update():
         obs, act, adv, ret, val = buf.get(values)
+        load_variables(sess, stats, buf.stats)
         batch = {obs_ph: obs, act_ph: act, adv_ph: adv, ret_ph: ret}
         batch[logp_old_ph] = sess.run(logp, batch)
         loss_pi_old, loss_v_old, *_ = sess.run(losses, batch)
@@ -332,6 +377,8 @@ def train(args):
 
     def export_policy():
         arrays = {"weights": sess.run(pi.net.layers), "activation": args.activation}
+        if args.norm_obs:
+            arrays |= {key: buf.stats[key].copy() for key in ("obs_mean", "obs_std")}
         if isinstance(action_space, Discrete):
             return arrays | {"distribution": "categorical"}
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
@@ -343,8 +390,10 @@ def train(args):
         "ac": {p.op.name: p for p in pi_vars + v_vars},
         "pi_optimizer": pi_optimizer.variables,
         "vf_optimizer": vf_optimizer.variables,
+        "stats": stats,
     }
     load_variables(sess, stateful, logger.load_state())
+    buf.stats = sess.run(stats)
 
     # Main loop: each epoch gathers experience with a fixed policy, then improves it.
     for epoch in logger.epochs_left():
@@ -387,7 +436,7 @@ def train(args):
         logger.dump_tabular()
 
         if logger.save_due():
-            save_model(sess, {"obs": obs_ph}, outputs, logger.output_dir)
+            save_model(sess, {"obs": raw_obs_ph}, outputs, logger.output_dir)
             state = sess.run(stateful)
             logger.save_state(export_policy(), state)
 

@@ -151,6 +151,23 @@ def mpi_statistics_scalar(x, with_min_and_max=False):
     return mean, std, low, high
 
 
+def mpi_running_statistics(sums, x):
+    """Mean and standard deviation of all rows so far, over all ranks, with one message.
+
+    Args:
+        sums: [3, dim] float64, zeros at first: the sums of x^0, x^1 and x^2, changed in place.
+        x: [N, dim], the new rows of this rank.
+
+    Returns:
+        (mean, std), [dim] float64; std is at least 1e-4.
+    """
+    x = np.asarray(x, dtype=np.float64)
+    sums += mpi_sum([np.sum(x**k, axis=0) for k in range(3)])
+    n, total, squares = sums
+    mean = total / n
+    return mean, np.sqrt(np.maximum(squares / n - mean**2, 0) + 1e-8)
+
+
 def rank_share(name, total):
     """This rank's share of a total over all ranks, an int.
 

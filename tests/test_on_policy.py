@@ -12,7 +12,6 @@ from common.mpi_tf1 import tf
 SCRIPTS = [
     f"{algo}_{framework}" for algo in ("vpg", "trpo", "ppo") for framework in ("torch", "tf1")
 ]
-OTHERS = [s for s in SCRIPTS if s != "ppo_torch"]  # ppo_torch has tests of its own
 SMALL = ["--env-id", "CartPole-v1", "--steps-per-epoch", 400, "--train-v-iters", 5]
 
 
@@ -52,6 +51,57 @@ def test_gae_against_a_direct_sum(script, gamma, lam):
         np.testing.assert_allclose(got_adv, (adv - adv.mean()) / adv.std(), rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(got_ret, ret, rtol=1e-4, atol=1e-5)
         np.testing.assert_allclose(got_val, v(obs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_normalized_rewards_by_hand(script):
+    """Rewards 1 2 | 4 -5 with gamma 1/2: the returns so far are 1, 2.5 | 4, -3, whose deviations
+    from their mean 1.125 square to 27.1875. A reward of 1e6 is clipped to 10."""
+    buf = load_script(script).GAEBuffer(1, gym.spaces.Discrete(2), 4, 0.5, 1.0, norm_rew=True)
+    std = np.sqrt(27.1875 / 4)
+    for rewards, wanted in (
+        ([1, 2, 4, -5], np.divide([1 + 2 / 2, 2, 4 - 5 / 2, -5], std)),
+        ([0, 0, 0, 1e6], [0, 0, 10 / 2, 10]),
+    ):
+        for t, r in enumerate(rewards):
+            buf.store([7.0], 0, r)
+            if t % 2:
+                buf.finish_path([7.0], True)
+        obs, _, _, ret, _ = buf.get(lambda obs: obs[:, 0])
+        np.testing.assert_allclose(ret, wanted, rtol=1e-6)
+        assert (obs == 7).all()  # observations are left alone
+        buf.stats["sums"][:] = np.reshape([1000, 0, 0], (3, 1))  # as after a thousand zeros
+
+
+def test_statistics_over_ranks_and_epochs(tmp_path):
+    """Each epoch's observations are normalized by what all ranks saw in the epochs before it."""
+    source = """
+from conftest import load_script
+from common.mpi_tools import *
+import gymnasium as gym, numpy as np
+data = np.random.default_rng(0).normal([0, 5, -300], [1, 0.01, 40], (3, 8, 3))
+mine = np.split(data, num_procs(), axis=1)[proc_id()]
+space, size = gym.spaces.Discrete(2), mine.shape[1]
+buf = load_script("vpg_torch").GAEBuffer(3, space, size, 0.9, 0.9, norm_obs=True)
+for epoch, steps in enumerate(mine):
+    for o in steps:
+        buf.store(o, 0, 1.0)
+    buf.finish_path(steps[0], False)  # as if steps[0] came last
+    seen = data[:epoch].reshape(-1, 3)
+    mean, std = (seen.mean(0), seen.std(0)) if epoch else (0, 1)
+    wanted = ((steps - mean) / std).clip(-10, 10)
+    seen_by_v = []
+    obs = buf.get(lambda x: seen_by_v.append(x) or x[:, 0])[0]
+    assert np.allclose(obs, wanted, rtol=1e-3, atol=1e-3) and obs.dtype == np.float32
+    assert np.array_equal(seen_by_v[0], np.concatenate([obs, obs[:1]]))
+    np.testing.assert_allclose(buf.stats["obs_mean"], data[:epoch + 1].mean((0, 1)), rtol=1e-5)
+    np.testing.assert_allclose(buf.stats["obs_std"], data[:epoch + 1].std((0, 1)), rtol=1e-3)
+assert (buf.stats["sums"][0] == 24).all()
+print(allgather(buf.stats["obs_mean"].tobytes())[0] == buf.stats["obs_mean"].tobytes())
+"""
+    for ranks in (1, 2):
+        result = mpi(tmp_path, source, ranks, env={"PYTHONPATH": str(ROOT / "tests")})
+        assert result.stdout.split() == ["True"] * ranks
 
 
 FAST = ["--seed", 0, "--steps-per-epoch", 1000, "--hidden-sizes", 32, 32]
@@ -96,7 +146,7 @@ def leaves(tree):
     return [tree]
 
 
-@pytest.mark.parametrize("script", OTHERS)
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_two_ranks_agree_and_resume_exactly(tmp_path, script):
     """Stopped after two epochs of four and resumed, with two ranks: the same table and policy."""
     source = f"""
@@ -104,6 +154,7 @@ from conftest import load_script
 script = load_script("{script}")
 for name, epochs, resume in (("whole", 4, False), ("parts", 2, False), ("parts", 4, True)):
     args = script.Args(env_id="CartPole-v1", steps_per_epoch=400, train_v_iters=5)
+    args.norm_obs = args.norm_rew = True
     args.exp_name, args.epochs, args.resume = name, epochs, resume
     assert script.train(args)
 """
@@ -129,15 +180,15 @@ SAVES = [
 @pytest.mark.parametrize("script, env_id, ranks", SAVES)
 def test_saved_model_acts_as_policy_npz(tmp_path, script, env_id, ranks):
     """tf1_save/ loads into a session of its own, by names, and gives what the NumPy actor uses."""
-    flags = ["--env-id", env_id, *SMALL[2:], "--epochs", 2, "--save-freq", 1]
+    flags = ["--env-id", env_id, *SMALL[2:], "--epochs", 2, "--save-freq", 1, "--norm-obs"]
     result = run(script, *flags, "--data-dir", tmp_path, "--exp-name", "saved", ranks=ranks)
     assert result.stderr == ""  # TensorFlow is quiet
     directory = run_dir(tmp_path, "saved")
     with np.load(directory / "policy.npz", allow_pickle=False) as policy:
         layers = [(policy[f"weight_{i}"], policy[f"bias_{i}"]) for i in range(3)]
-        log_std = policy.get("log_std")
+        log_std, mean, std = (policy.get(key) for key in ("log_std", "obs_mean", "obs_std"))
     obs = np.random.default_rng(0).normal(size=(10, len(layers[0][0]))).astype(np.float32)
-    x = obs
+    x = np.clip((obs - mean) / std, -10, 10)
     for i, (W, b) in enumerate(layers):
         x = x @ W + b if i == 2 else np.tanh(x @ W + b)
     with tf.Graph().as_default(), tf.Session() as sess:

@@ -3,7 +3,7 @@
 Tolerances are float32 rounding: 1e-5 of a loss, 1e-5 of a gradient's largest entry, 1e-4 of it for
 Fisher products, which are differentiated twice, and 1e-3 for what ten iterations of conjugate
 gradient make of them. PPO's gradient jumps where a ratio crosses 1 +- eps, so that rounding alone
-may decide a sample's part in it: its epochs are compared after 20 policy steps, not 80.
+may decide a sample's part in it: its epochs are compared after 3 policy steps, not 80.
 """
 
 import gymnasium as gym
@@ -203,7 +203,9 @@ def test_adam():
 def test_one_epoch_from_the_command_line(tmp_path, algo, env_id):
     """The same seed: the same experience, and after the update the same row of progress.txt."""
     flags = ["--env-id", env_id, "--epochs", 1, "--seed", 3, "--data-dir", tmp_path]
-    flags += ["--train-pi-iters", 20] if algo == "ppo" else []
+    flags += ["--steps-per-epoch", 1000, "--train-v-iters", 5]
+    flags += ["--train-pi-iters", 3] if algo == "ppo" else []
+    flags += ["--norm-obs", "--norm-rew"] if env_id == "HalfCheetah-v4" else []
     rows, policies = [], []
     for framework in ("torch", "tf1"):
         run(f"{algo}_{framework}", *flags, "--exp-name", framework)
@@ -212,7 +214,7 @@ def test_one_epoch_from_the_command_line(tmp_path, algo, env_id):
             policies.append({key: file[key] for key in file.files})
     experience = [c for c in rows[0] if c.endswith(("EpRet", "EpLen")) or "Interacts" in c]
     pd.testing.assert_frame_equal(rows[0][experience], rows[1][experience], check_exact=True)
-    pd.testing.assert_frame_equal(*rows, rtol=1e-4, atol=1e-6)
+    pd.testing.assert_frame_equal(*rows, rtol=1e-3, atol=1e-6)
     assert policies[0].keys() == policies[1].keys()
     for key in policies[0]:
         if policies[0][key].dtype == np.float32:

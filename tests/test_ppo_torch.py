@@ -177,16 +177,19 @@ def test_compiled_is_eager(tmp_path):
 
 def test_model_loads(tmp_path):
     """torch_save/model.pt is a plain state_dict; policy.npz holds the same actor."""
-    run("ppo_torch", "--env-id", "Pendulum-v1", *SMALL, "--epochs", 1, "--data-dir", tmp_path)
+    flags = ["--env-id", "Pendulum-v1", *SMALL, "--epochs", 1, "--data-dir", tmp_path]
+    run("ppo_torch", *flags, "--norm-obs")
     directory = run_dir(tmp_path, "ppo_torch_Pendulum-v1")
     state = torch.load(directory / "torch_save" / "model.pt", weights_only=True)
     env = gym.make("Pendulum-v1")
     ac = ppo.actor_critic(3, env.action_space, (64, 64), "tanh", np.random.default_rng(5))
-    ac.load_state_dict(state)
+    assert not ac.load_state_dict(state, strict=False).missing_keys
     with np.load(directory / "policy.npz", allow_pickle=False) as policy:
         assert str(policy["distribution"]) == "gaussian"
         assert (policy["act_low"], policy["act_high"]) == (-2, 2)
         np.testing.assert_array_equal(policy["log_std"], state["pi.log_std"])
+        np.testing.assert_array_equal(policy["obs_mean"], state["obs_mean"])
+        np.testing.assert_array_equal(policy["obs_std"], state["obs_std"])
         np.testing.assert_array_equal(policy["weight_2"].T, state["pi.net.4.weight"])
 
 
