@@ -400,12 +400,9 @@ def train(args):
 
     # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
     # is all there is to restore.
-    stateful = {
-        "ac": {p.op.name: p for p in pi_vars + v_vars},
-        "pi_optimizer": pi_optimizer.variables,
-        "vf_optimizer": vf_optimizer.variables,
-        "stats": stats,
-    }
+    stateful = {"ac": {p.op.name: p for p in pi_vars + v_vars}, "stats": stats}
+    stateful |= {"pi_optimizer": pi_optimizer.variables}
+    stateful |= {"vf_optimizer": vf_optimizer.variables}
     load_variables(sess, stateful, logger.load_state())
     buf.stats = sess.run(stats)
 
