@@ -445,8 +445,7 @@ def train(args):
         obs, act, adv, ret, val = buf.get(values)
         load_variables(sess, stats, buf.stats)
         batch = {obs_ph: obs, act_ph: act, adv_ph: adv, ret_ph: ret}
-        batch[logp_old_ph], *dist_old = sess.run((logp, *dist), batch)
-        batch.update(zip(dist_old_ph, dist_old, strict=True))
+        batch |= zip([logp_old_ph, *dist_old_ph], sess.run((logp, *dist), batch), strict=True)
         loss_pi_old, loss_v_old, *_ = sess.run(losses, batch)
 
         # Policy: the natural gradient step. Gradient and Fisher products are averaged over ranks.
