@@ -14,6 +14,7 @@ arrived. Options are those of Spinning Up's plotter; `get_datasets`, `get_all_da
 """
 
 import dataclasses
+import functools
 import io
 import os
 import sys
@@ -259,13 +260,18 @@ def aggregate(y, est="mean", band=None, resamples=1000, seed=0):
     return np.array(rows).reshape(-1, 4).T
 
 
+@functools.cache
+def read_reference():
+    return pd.read_csv(REFERENCE)
+
+
 def reference_curve(algo, framework, env_id):
     """Published curve as (framework, steps [T], mean [T], std [T]), or None where there is none.
 
     Environments are matched without their version: the published ones are -v3. TRPO was published
     for tf1 alone, which then stands in for torch.
     """
-    table = pd.read_csv(REFERENCE)
+    table = read_reference()
     table = table[(table.algo == algo) & (table.env == env_id.split("/")[-1].rsplit("-v", 1)[0])]
     if table.empty:
         return None

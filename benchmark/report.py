@@ -1,0 +1,411 @@
+"""Make every table and figure of README.md and benchmark/results/ from the CSV files beside them.
+
+    python benchmark/report.py                                      # make them anew
+    python benchmark/report.py --collect data/benchmark_on_policy   # take in runs first
+
+`--collect` reads runs, finished or not, and adds them to two files of benchmark/results/: runs.csv
+has one row for each run, curves.csv the points of its curve. A run replaces the one with the same
+script, environment, settings and seed.
+
+A table goes between two lines of a page, `<!-- results: NAME -->` and `<!-- results: end -->`; NAME
+is an algorithm, on-policy, off-policy, summary or cost. Returns are smoothed as the published
+curves are: each seed by itself, over 11 epochs of 4000 steps, centred.
+"""
+
+import dataclasses
+import io
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
+from benchmark import plot
+from common.args import parse_args
+from common.serialization import printable, read_json
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmark" / "results"
+PUBLISHED = ROOT / "benchmark" / "reference" / "published_at_1m_steps.csv"
+ENVS = ("HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Ant")
+FAMILIES = {"on-policy": ("vpg", "trpo", "ppo"), "off-policy": ("ddpg", "td3", "sac")}
+FRAMEWORKS = {"torch": "PyTorch", "tf1": "TensorFlow 1"}
+RUN_COLUMNS = ["run", "script", "env", "settings", "seed", "ranks", "status", "steps", "seconds"]
+RUN_COLUMNS += ["commit", "cpu"]
+TYPES = {"commit": str, "cpu": str}  # 12e4567 is no number
+MAX_ROWS = 300  # of one run in curves.csv
+MARKS = (100_000, 300_000, 500_000, 1_000_000)  # steps at which returns are compared
+WINDOW = 11 * 4000  # steps
+# Half the width of a 95 % interval of a mean of n values, in standard errors (Student's t).
+T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+# The published benchmark's settings; a run's label names what it has otherwise.
+PLAIN = {
+    "on-policy": {"hidden_sizes": [64, 32], "activation": "tanh", "lam": 0.97, "clip_ratio": 0.2}
+    | {"pi_lr": 3e-4, "vf_lr": 1e-3, "train_pi_iters": 80, "train_v_iters": 80},
+    "off-policy": {"hidden_sizes": [256, 256], "activation": "relu", "batch_size": 100}
+    | {"lr": 1e-3, "pi_lr": 1e-3, "q_lr": 1e-3, "polyak": 0.995, "start_steps": 10_000}
+    | {"update_after": 1000, "update_every": 50, "alpha": 0.2},
+    "both": {"steps_per_epoch": 4000, "gamma": 0.99, "max_ep_len": 1000, "ranks": 1},
+}
+# Colours that are legible on white and on GitHub's dark background.
+COLORS = {"torch": "#e8590c", "tf1": "#1c7ed6", "other": "#9c36b5", "published": "#868e96"}
+INK = "#7a7f87"
+
+
+@dataclasses.dataclass
+class Args:
+    collect: tuple[str, ...] = ()  # directories of runs, or prefixes of their names, to take in
+
+
+# ------------------------------------------------------------------------------------- collecting
+
+
+def settings_of(config):
+    """A run's settings in words: "plain", "normalised", or what differs from the published ones."""
+    family = family_of(Path(config["script"]).stem)
+    norms = [key for key in ("norm_obs", "norm_rew") if config.get(key)]
+    words = ["normalised"] if len(norms) == 2 else norms
+    for key, value in (PLAIN[family] | PLAIN["both"]).items():
+        if key in config and config[key] != value:
+            words.append(f"{key} {config[key]}".replace(",", ""))
+    return ", ".join(words) or "plain"
+
+
+def family_of(script):
+    return next(name for name, algos in FAMILIES.items() if script.split("_")[0] in algos)
+
+
+def thin(table):
+    """At most MAX_ROWS rows: each is the mean of k neighbours, at the steps of the last of them."""
+    group = np.arange(len(table)) // -(-len(table) // MAX_ROWS)
+    return table.groupby(group).agg(dict.fromkeys(table, "mean") | {"steps": "last"})
+
+
+def collect(logdirs, results=RESULTS):
+    """Take the runs below `logdirs` into runs.csv and curves.csv; returns the number of runs.
+
+    Raises ValueError if there is no run, or for a logdir that does not exist.
+    """
+    runs, curves = {}, {}
+    for frame in plot.get_all_datasets(logdirs):
+        config, directory = frame.attrs["config"], Path(frame.attrs["run_dir"])
+        if not frame["Algo"].iloc[0]:
+            plot.warn(f"left out {directory}: not a run of one of the twelve scripts")
+            continue
+        table = pd.DataFrame({"steps": frame["TotalEnvInteracts"].astype(int)})
+        table["return"] = frame["AverageEpRet"]
+        table["test_return"] = frame.get("AverageTestEpRet", np.nan)
+        cpu = config.get("cpu") or (config.get("versions") or {}).get("cpu") or "unknown"
+        row = {"script": Path(config["script"]).stem, "env": config["env_id"], "cpu": cpu}
+        row |= {"settings": settings_of(config), "seed": config["seed"]}
+        row |= {"ranks": config.get("ranks", 1), "status": read_status(directory)}
+        row |= {"commit": (config.get("git_commit") or "unknown")[:10]}
+        row |= {"steps": table["steps"].iloc[-1], "seconds": round(frame["Time"].iloc[-1])}
+        extra = "" if row["settings"] == "plain" else "_" + re.sub(r"\W+", "-", row["settings"])
+        name = f"{row['script']}_{row['env']}{extra}_s{row['seed']}"
+        if name in runs and runs[name]["steps"] >= row["steps"]:
+            plot.warn(f"left out {directory}: another run of {name} is as long")
+            continue
+        runs[name] = {"run": name, **row}
+        table = thin(table.dropna(subset=["return", "test_return"], how="all"))
+        curves[name] = table.assign(run=name)
+    if not runs:
+        raise ValueError(f"no run to collect in {' '.join(logdirs)}")
+    for name, new in (
+        ("runs", pd.DataFrame(runs.values())),
+        ("curves", pd.concat(curves.values())),
+    ):
+        path = results / f"{name}.csv"
+        old = pd.read_csv(path, dtype=TYPES) if path.exists() else new[:0]
+        both = pd.concat([old[~old.run.isin(runs)], new]) if len(old) else new
+        columns = RUN_COLUMNS if name == "runs" else ["run", "steps", "return", "test_return"]
+        both = both.sort_values(["run", "steps"], kind="stable")[columns]
+        both.to_csv(path, index=False, float_format="%.6g")
+    return len(runs)
+
+
+def read_status(directory):
+    try:
+        return str(read_json(directory / "status.json").get("status"))
+    except (OSError, ValueError):
+        return "unknown"
+
+
+# ----------------------------------------------------------------------------------------- numbers
+
+
+class Results:
+    """The collected runs and the published numbers."""
+
+    def __init__(self, results=RESULTS):
+        self.runs = pd.read_csv(results / "runs.csv", dtype=TYPES)
+        points = pd.read_csv(results / "curves.csv")
+        points["performance"] = points["test_return"].fillna(points["return"])
+        self.points = dict(list(points.groupby("run")))
+        published = pd.read_csv(PUBLISHED)
+        self.published = published[published.source != "SpinningUp bench 2020"]
+
+    def seeds(self, script, env, settings="plain"):
+        """The curves of one script: [(steps [T], smoothed return [T]), ...], one for each seed."""
+        runs, curves = self.runs, []
+        names = runs[(runs.script == script) & (runs.env == f"{env}-v4")]
+        for name in names[names.settings == settings].run:
+            table = self.points[name]
+            steps = table["steps"].to_numpy(float)
+            spacing = np.median(np.diff(steps)) if len(steps) > 1 else WINDOW
+            width = 2 * round((WINDOW / spacing - 1) / 2) + 1
+            curves.append((steps, plot.smooth_values(table["performance"], max(width, 1))))
+        return curves
+
+    def mark(self, curves):
+        """The last of MARKS that half of the seeds have reached, None if there is none."""
+        ends = [x[-1] for x, _ in curves]
+        reached = [m for m in MARKS if 2 * sum(end >= m for end in ends) >= max(len(ends), 1)]
+        return reached[-1] if reached else None
+
+    def at(self, curves, mark):
+        """(mean, half width of its 95 % interval, number of seeds) at `mark` steps."""
+        values = [np.interp(mark, x, y) for x, y in curves if x[-1] >= mark]
+        return (*interval(np.mean(values), np.std(values, ddof=len(values) > 1), len(values)),)
+
+    def reference(self, algo, framework, env, mark):
+        """Spinning Up's published (mean, standard deviation) at `mark` steps, or None."""
+        found = plot.reference_curve(algo, framework, env)
+        if found is None or found[0] != framework:
+            return None
+        _, steps, mean, std = found
+        return np.interp(mark, steps, mean), np.interp(mark, steps, std)
+
+    def best(self, algo, env):
+        """The best published elsewhere at 1M steps: a row of the table, or None."""
+        table = self.published
+        algos, envs = table.algo.str.lower().str.split("/").str[0], table.env.str.split("-v").str[0]
+        table = table[(algos == algo) & (envs == env)]
+        return None if table.empty else table.loc[table["mean"].idxmax()]
+
+
+def interval(mean, std, n):
+    """(mean, half width of its 95 % interval, n); the half width of one value is NaN."""
+    return mean, T95.get(n, T95[10]) * std / np.sqrt(n) if n > 1 else np.nan, n
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+
+def markdown(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def cell(mean, half, n, mark, note=""):
+    """1303 ± 210 (5) ▲ at 300k"""
+    spread = "" if np.isnan(half) else f" ± {half:.0f}"
+    late = "" if mark == MARKS[-1] else f" at {plot.step_label(mark)}"
+    return f"{mean:.0f}{spread} ({n}){note}{late}"
+
+
+def our_cell(results, algo, framework, env, settings="plain"):
+    """Our return, marked where it lies above (▲) or below (▼) the published band; "" for no run."""
+    curves = results.seeds(f"{algo}_{framework}", env, settings)
+    mark = results.mark(curves)
+    if mark is None:
+        return ""
+    mean, half, n = results.at(curves, mark)
+    band = results.reference(algo, framework, env, mark)
+    band = band or results.reference(algo, "tf1", env, mark)
+    note = ""
+    if band and settings == "plain":
+        note = " ▲" if mean > band[0] + band[1] else " ▼" if mean < band[0] - band[1] else ""
+    return cell(mean, half, n, mark, note)
+
+
+def returns(results, algos):
+    """Ours beside Spinning Up's and the best published, a row for each of them."""
+    rows = []
+    for algo in algos:
+        name, lines = algo.upper(), {}
+        for framework, title in FRAMEWORKS.items():
+            lines[f"**{name}, {title}**"] = [our_cell(results, algo, framework, e) for e in ENVS]
+        scripts = results.runs[results.runs.script == f"{algo}_torch"]
+        for settings in sorted(set(scripts.settings) - {"plain"}):
+            cells = [our_cell(results, algo, "torch", env, settings) for env in ENVS]
+            lines[f"**{name}, PyTorch**, {settings}"] = cells
+        for framework, title in FRAMEWORKS.items():
+            cells = []
+            for env in ENVS:
+                curves = [results.seeds(f"{algo}_{f}", env) for f in FRAMEWORKS]
+                mark = max([results.mark(c) for c in curves if results.mark(c)] or [MARKS[-1]])
+                found = results.reference(algo, framework, env, mark)
+                cells.append(cell(*interval(*found, 10), mark) if found else "")
+            lines[f"Spinning Up's {name}, {title}"] = cells
+        best = [results.best(algo, env) for env in ENVS]
+        words = [b is not None and f"{b['mean']:.0f}, {b.framework}, {b.env}" for b in best]
+        lines[f"best {name} elsewhere, 1M"] = words
+        rows += [[title, *cells] for title, cells in lines.items() if any(cells)]
+    return markdown(["", *ENVS], [[c or "–" for c in row] for row in rows])
+
+
+def summary(results):
+    """Our returns alone, a row for each script."""
+    rows = []
+    for family in FAMILIES.values():
+        for algo in family:
+            for framework in FRAMEWORKS:
+                script = f"{algo}_{framework}"
+                cells = [our_cell(results, algo, framework, env) or "–" for env in ENVS]
+                rows.append([f"[{script}.py](algos/{script}.py)", *cells])
+    return markdown(["", *ENVS], rows)
+
+
+def cost(results):
+    """What the runs took, by family, settings and CPU."""
+    runs = results.runs.assign(family=results.runs.script.map(family_of))
+    runs = runs.assign(hours=runs.seconds * runs.ranks / 3600)
+    rows = []
+    for key, group in runs.groupby(["family", "settings", "cpu"], sort=True):
+        hours = "unknown" if group.hours.isna().any() else f"{group.hours.sum():.1f}"
+        steps = plot.step_label(round(group.steps.sum(), -5))
+        unfinished, commits = (
+            (group.status != "finished").sum(),
+            " ".join(sorted(set(group.commit))),
+        )
+        rows.append([*key, len(group), unfinished, steps, hours, commits])
+    header = ["scripts", "settings", "CPU", "runs", "unfinished", "steps", "core-hours", "commits"]
+    return markdown(header, rows)
+
+
+# ----------------------------------------------------------------------------------------- figures
+
+
+def draw_band(ax, x, mean, std, color, style):
+    keep = np.unique(np.linspace(0, len(x) - 1, 80).astype(int))
+    x, mean, std = x[keep], mean[keep], std[keep]
+    ax.plot(x, mean, color=color, **style)
+    if std.any():
+        ax.fill_between(x, mean - std, mean + std, color=color, alpha=0.2, lw=0)
+
+
+def draw_panel(ax, results, algo, env, end, settings):
+    """One algorithm in one environment: the published curves, ours over them."""
+    for framework, dashes in (("torch", (4, 1.5)), ("tf1", (1, 1))):
+        found = plot.reference_curve(algo, framework, env)
+        if found and found[0] == framework:
+            x = np.append(found[1][found[1] < end], end)
+            mean, std = (np.interp(x, found[1], y) for y in found[2:])
+            draw_band(ax, x, mean, std, COLORS["published"], {"lw": 1, "ls": (0, dashes)})
+    empty = True
+    kinds = [(framework, "plain") for framework in FRAMEWORKS]
+    for framework, label in [*kinds, *(("torch", other) for other in settings[1:])]:
+        curves = results.seeds(f"{algo}_{framework}", env, label)
+        x, y = plot.stack_runs([pd.DataFrame({"x": x, "y": y}) for x, y in curves], "x", "y")
+        if len(x):
+            empty = False
+            color = COLORS[framework if label == "plain" else "other"]
+            draw_band(ax, x, np.nanmean(y, axis=0), np.nanstd(y, axis=0), color, {"lw": 1.4})
+    if empty:
+        ax.text(0.04, 0.96, "no run yet", transform=ax.transAxes, va="top", color=INK)
+
+
+def figure(results, algos, settings=("plain",), height=1.35):
+    """An SVG as text: a row for each environment, a column for each algorithm.
+
+    settings: labels of the runs to draw; "plain" first, at most one other, in PyTorch alone.
+    """
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    style = {**plot.STYLE, "svg.hashsalt": "report", "svg.fonttype": "path", "font.size": 8}
+    style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color"), INK)
+    style |= {"xtick.color": INK, "ytick.color": INK, "axes.titlesize": 9, "path.simplify": False}
+    style |= {"grid.alpha": 0.25, "savefig.transparent": True}
+    end = max(results.runs[results.runs.env.isin([f"{env}-v4" for env in ENVS])].steps)
+    with matplotlib.rc_context(style):
+        size = (10, 0.75 + height * len(ENVS))
+        fig, axes = plt.subplots(len(ENVS), len(algos), figsize=size, sharex=True)
+        margin = {"bottom": 0.42 / size[1], "top": 1 - 0.55 / size[1], "hspace": 0.2}
+        fig.subplots_adjust(left=0.065, right=0.995, wspace=0.3, **margin)
+        for ax, (env, algo) in zip(axes.flat, [(e, a) for e in ENVS for a in algos], strict=True):
+            draw_panel(ax, results, algo, env, end, settings)
+            ax.set_xlim(0, end)
+            ax.xaxis.set_major_locator(MaxNLocator(2, steps=[1, 2, 5, 10]))
+            ax.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
+            ax.xaxis.set_major_formatter(FuncFormatter(plot.step_label))
+            ax.yaxis.set_major_formatter(FuncFormatter(plot.step_label))
+            if env == ENVS[0]:
+                ax.set_title(algo.upper(), fontweight="bold")
+        for ax, env in zip(axes[:, 0], ENVS, strict=True):
+            ax.set_ylabel(env, fontweight="bold")
+        fig.align_ylabels(axes[:, 0])
+        lines = {"ours, PyTorch": ("torch", "-"), "ours, TensorFlow 1": ("tf1", "-")}
+        lines |= {f"ours, PyTorch, {other}": ("other", "-") for other in settings[1:]}
+        lines |= {"Spinning Up (2020), PyTorch": ("published", (0, (4, 1.5)))}
+        lines |= {"Spinning Up (2020), TensorFlow 1": ("published", (0, (1, 1)))}
+        handles = [Line2D([], [], color=COLORS[c], ls=ls, lw=1.4) for c, ls in lines.values()]
+        fig.legend(handles, lines, loc="upper center", ncols=len(lines), fontsize=8.5)
+        fig.text(0.5, 0.04 / size[1], "environment steps", ha="center")
+        text = io.StringIO()
+        fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+        plt.close(fig)
+    return re.sub(r"[ \t]+$", "", text.getvalue(), flags=re.M)
+
+
+# ------------------------------------------------------------------------------------------- pages
+
+
+def fill(text, tables):
+    """A page with its tables put in. Raises ValueError for a name that is not in `tables`."""
+
+    def replace(match):
+        if match[1] not in tables:
+            raise ValueError(f"no table is called {match[1]}; there are {' '.join(tables)}")
+        return f"<!-- results: {match[1]} -->\n\n{tables[match[1]]}\n\n<!-- results: end -->"
+
+    pattern = r"<!-- results: (?!end )(\S+) -->.*?<!-- results: end -->"
+    filled = re.sub(pattern, replace, text, flags=re.S)
+    if filled.count("<!-- results: end -->") * 2 != filled.count("<!-- results: "):
+        raise ValueError("a <!-- results: NAME --> has no <!-- results: end -->, or the reverse")
+    return filled
+
+
+def make(root=ROOT):
+    """All figures and pages: {path: text}."""
+    results = Results(root / "benchmark" / "results")
+    tables = {"summary": summary(results), "cost": cost(results)}
+    for family, algos in FAMILIES.items():
+        tables |= {family: returns(results, algos)}
+        tables |= {algo: returns(results, [algo]) for algo in algos}
+    folder = root / "benchmark" / "results"
+    files = {folder / "all.svg": figure(results, [a for f in FAMILIES.values() for a in f])}
+    labels = results.runs.settings
+    settings = ["plain", *labels[labels.str.startswith("normalised")].mode()[:1]]
+    files[folder / "on_policy.svg"] = figure(results, FAMILIES["on-policy"], settings, 1.7)
+    files[folder / "off_policy.svg"] = figure(results, FAMILIES["off-policy"], height=1.7)
+    for path in [root / "README.md", *sorted(folder.glob("*.md"))]:
+        up = "../" * len(path.relative_to(root).parents[:-1])  # links are relative to the page
+        here = {name: table.replace("](algos/", f"]({up}algos/") for name, table in tables.items()}
+        files[path] = fill(path.read_text(), here)
+    return files
+
+
+def main(argv=None):
+    try:
+        args = parse_args(Args, argv)
+        if args.collect:
+            print(f"collected {collect(args.collect)} runs")
+        for path, text in make().items():
+            if not path.exists() or path.read_text() != text:
+                path.write_text(text)
+                print(f"wrote {path.relative_to(ROOT)}")
+    except (ValueError, OSError) as e:
+        print(f"report.py: error: {printable(e, 1000)}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
