@@ -66,8 +66,9 @@ class Args:
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 10  # epochs between checkpoints
-    num_cpu: PosInt = 1  # relaunch under mpirun with this many ranks
-    resume: bool = False  # continue the run that the directory holds
+    snapshots: bool = False  # keep the policy of every save, and the best so far
+    num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
+    resume: bool | str = False  # continue the run in the directory; or in DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
     device: str = "cpu"  # where the networks are trained: cpu, cuda, cuda:1, ...
     compile: bool = False  # compile the losses; no faster on a CPU, where matrix products dominate
@@ -87,8 +88,8 @@ class Args:
     clip_ratio: PosFloat = 0.2  # eps: how far the objective rewards moving the policy
     pi_lr: PosFloat = 3e-4  # learning rate of the policy
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
-    train_pi_iters: PosInt = 80  # most policy steps per epoch
-    train_v_iters: PosInt = 80  # value function steps per epoch
+    train_pi_iters: NonNegInt = 80  # most policy steps per epoch
+    train_v_iters: NonNegInt = 80  # value function steps per epoch
     lam: Unit = 0.97  # lambda of GAE
     target_kl: PosFloat = 0.01  # policy steps end at 1.5 times this KL divergence
 
@@ -358,6 +359,7 @@ def train(args):
 
         # Policy: steps until the new policy is too far from the old. The KL is checked before the
         # step is taken, and averaged, so that all ranks stop together.
+        i = 0
         for i in range(args.train_pi_iters):
             pi_optimizer.zero_grad()
             loss_pi, kl, _, _ = loss_pi_fn(obs, act, adv, logp_old)

@@ -31,7 +31,7 @@ import torch
 from gymnasium.spaces import Box
 from torch import nn
 
-from common.args import JsonDict, NonNegFloatOrAuto, NonNegInt, PosFloat, PosInt, Sizes, Unit
+from common.args import JsonDict, NonNegFloat, NonNegInt, PosFloat, PosInt, Sizes, Unit
 from common.cli import experiment, main, make_env
 from common.logger import start_run
 from common.mpi_pytorch import (
@@ -57,8 +57,9 @@ class Args:
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 1  # epochs between checkpoints
-    num_cpu: PosInt = 1  # relaunch under mpirun with this many ranks
-    resume: bool = False  # continue the run that the directory holds
+    snapshots: bool = False  # keep the policy of every save, and the best so far
+    num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
+    resume: bool | str = False  # continue the run in the directory; or in DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
     device: str = "cpu"  # where the networks are trained: cpu, cuda, cuda:1, ...
     compile: bool = True  # compile the update: a wait at the start, then about twice as fast
@@ -81,7 +82,7 @@ class Args:
     polyak: Unit = 0.995  # how much of the target networks a gradient step keeps
     # SAC
     lr: PosFloat = 1e-3  # learning rate of the policy, the Q functions and alpha
-    alpha: NonNegFloatOrAuto = 0.2  # price of entropy; auto: held at an entropy of -dim(A)
+    alpha: NonNegFloat | Literal["auto"] = 0.2  # price of entropy; auto: keeps it at -dim(A)
 
 
 # Networks -----------------------------------------------------------------------------------------

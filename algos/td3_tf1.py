@@ -54,8 +54,9 @@ class Args:
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 1  # epochs between checkpoints
-    num_cpu: PosInt = 1  # relaunch under mpirun with this many ranks
-    resume: bool = False  # continue the run that the directory holds
+    snapshots: bool = False  # keep the policy of every save, and the best so far
+    num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
+    resume: bool | str = False  # continue the run in the directory; or in DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
     # Environment
     env_id: str = "HalfCheetah-v4"  # a Gymnasium id; my_package:MyEnv-v0 imports my_package first

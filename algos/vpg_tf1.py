@@ -60,8 +60,9 @@ class Args:
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 10  # epochs between checkpoints
-    num_cpu: PosInt = 1  # relaunch under mpirun with this many ranks
-    resume: bool = False  # continue the run that the directory holds
+    snapshots: bool = False  # keep the policy of every save, and the best so far
+    num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
+    resume: bool | str = False  # continue the run in the directory; or in DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
     # Environment
     env_id: str = "HalfCheetah-v4"  # a Gymnasium id; my_package:MyEnv-v0 imports my_package first
@@ -78,7 +79,7 @@ class Args:
     # VPG
     pi_lr: PosFloat = 3e-4  # learning rate of the policy
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
-    train_v_iters: PosInt = 80  # value function steps per epoch
+    train_v_iters: NonNegInt = 80  # value function steps per epoch
     lam: Unit = 0.97  # lambda of GAE
 
 

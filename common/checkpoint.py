@@ -1,4 +1,4 @@
-"""Checkpoints that survive `kill -9`: written aside, synced, checksummed, then renamed.
+"""Checkpoints that survive `kill -9`: written under another name, synced, then renamed.
 
     checkpoint/
         epoch_000012/           the state after 12 epochs
@@ -6,7 +6,7 @@
             rank_1.npz          the same of the second rank
             manifest.json       epoch, number of ranks, every file's SHA-256, and its own
         epoch_000011/           the one before it, in case the newest is damaged
-        journal/                what only grows (a replay buffer), one part per checkpoint and rank
+        journal/                the replay buffer, one part per checkpoint and rank
             rank_0_000011.npz
             rank_0_000012.npz
 
@@ -46,39 +46,31 @@ def tree_to_bytes(tree):
     """Nested dicts and lists of arrays, numbers, strings and None, as the bytes of an .npz file."""
     arrays = []
 
-    def outline(node):
+    def outline(node):  # the tree as JSON, whose dicts have string keys only
         if isinstance(node, dict):
             return {"dict": [[key, outline(value)] for key, value in node.items()]}
         if isinstance(node, list | tuple):
-            return {"list": [outline(value) for value in node]}
+            return [outline(value) for value in node]
         if isinstance(node, np.ndarray | np.generic):
             arrays.append(np.asarray(node))
             return {"array": len(arrays) - 1}
         return node
 
-    text = json.dumps(outline(tree))
-    file = io.BytesIO()
-    np.savez(file, outline=text, **{f"array_{i}": a for i, a in enumerate(arrays)})
+    text, file = json.dumps(outline(tree)), io.BytesIO()
+    named = {f"array_{i}": array for i, array in enumerate(arrays)}
+    np.savez(file, outline=text, **named, allow_pickle=False)
     return file.getvalue()
 
 
 def tree_from_bytes(data):
     """The inverse of `tree_to_bytes`. Raises ValueError if `data` holds no such tree."""
-    return _tree(read_npz(io.BytesIO(data)))
+    arrays = read_npz(io.BytesIO(data))
 
-
-def _tree(arrays):
     def rebuild(node):
-        if not isinstance(node, dict):
-            return node
-        if "dict" in node:
-            return {key: rebuild(value) for key, value in node["dict"]}
-        if "list" in node:
-            return [rebuild(value) for value in node["list"]]
-        return arrays[f"array_{node['array']}"]
+        return dict(node["dict"]) if "dict" in node else arrays[f"array_{node['array']}"]
 
     try:
-        return rebuild(json.loads(str(arrays["outline"])))
+        return json.loads(str(arrays["outline"]), object_hook=rebuild)
     except (KeyError, TypeError, RecursionError) as e:
         raise ValueError(f"it holds no state: {type(e).__name__}: {e}") from e
 
@@ -87,7 +79,7 @@ class Checkpointer:
     """Saves and loads the checkpoints of one run; every method is called by all ranks together.
 
     Args:
-        directory: where they lie; made at the first save.
+        directory: where they are; made at the first save.
     """
 
     def __init__(self, directory):
@@ -150,9 +142,9 @@ class Checkpointer:
             CheckpointError: checkpoints exist and all are damaged, or are of another number of
                 ranks.
         """
-        names = sorted((p.name for p in self.directory.glob("epoch_*")), reverse=True)
-        for name in broadcast(names):
-            error, epoch, state, journal = None, None, None, []
+        names = broadcast(sorted((p.name for p in self.directory.glob("epoch_*")), reverse=True))
+        for name in names:
+            error = None
             try:
                 epoch, state, journal = self._read(self.directory / name)
             except CheckpointError:
@@ -169,15 +161,9 @@ class Checkpointer:
                 return epoch, state
             if proc_id() == 0:
                 print(f"WARNING: checkpoint {name} is damaged ({errors[0]})", file=sys.stderr)
-        if broadcast(bool(names)):
+        if names:
             raise CheckpointError(f"no usable checkpoint in {self.directory}")
         return 0, None
-
-    def clear(self):
-        """Delete all checkpoints and the journal."""
-        if proc_id() == 0:
-            shutil.rmtree(self.directory, ignore_errors=True)
-        barrier()
 
     def _read(self, path):
         """Check all files of one checkpoint against its manifest and load this rank's."""
@@ -194,10 +180,9 @@ class Checkpointer:
 
     def _prune(self):
         """Delete all checkpoints but the newest few, and the journal parts that none names."""
-        epochs = sorted(self.directory.glob("epoch_*"))
+        epochs, named = sorted(self.directory.glob("epoch_*")), set()
         for path in epochs[:-KEEP]:
             shutil.rmtree(path, ignore_errors=True)
-        named = set()
         for path in epochs[-KEEP:]:
             try:
                 named |= set(_read_manifest(path)["files"])
@@ -215,6 +200,14 @@ def _write(path, tree):
     return hashlib.sha256(data).hexdigest()
 
 
+def _load(path, digest):
+    """Read a tree from a file. Raises ValueError if its SHA-256 is not `digest`."""
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise ValueError(f"{path.name} does not match its checksum")
+    return tree_from_bytes(data)
+
+
 def _digest(manifest):
     """SHA-256 of a manifest without its own."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
@@ -224,16 +217,6 @@ def _read_manifest(path):
     """The manifest in the directory of a checkpoint. Raises ValueError if it is damaged."""
     manifest = read_json(path / "manifest.json")
     digest, epoch = manifest.pop("sha256", None), manifest.get("epoch")
-    if digest != _digest(manifest) or not isinstance(manifest.get("files"), dict):
+    if digest != _digest(manifest) or path.name != f"epoch_{epoch:06d}":
         raise ValueError("manifest.json does not match its checksum")
-    if type(epoch) is not int or path.name != f"epoch_{epoch:06d}":
-        raise ValueError(f"manifest.json is of another epoch, {epoch}")
     return manifest
-
-
-def _load(path, digest):
-    """Read a tree from a file. Raises ValueError if its SHA-256 is not `digest`."""
-    with open(path, "rb") as f:
-        if hashlib.file_digest(f, "sha256").hexdigest() != digest:
-            raise ValueError(f"{path.name} does not match its checksum")
-        return _tree(read_npz(f))

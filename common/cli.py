@@ -14,17 +14,20 @@ import warnings
 
 import gymnasium as gym
 import numpy as np
+from gymnasium import spaces
 
 from common import UsageError, logger
 from common.args import check_args, parse_args
 from common.mpi_tools import barrier, mpi_abort, mpi_fork, num_procs, proc_id
 from common.signals import catch_signals, stop_signal
 
+OBSERVATIONS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+
 
 class CheckedEnv(gym.Wrapper):
     """Refuses NaN and infinity, and observations and rewards of another shape than promised.
 
-    NumPy stores some of these all the same: one number fills a whole row.
+    NumPy would broadcast some of these without an error: one number fills a whole row.
     """
 
     def __init__(self, env):
@@ -63,7 +66,7 @@ def check_numbers(name, x):
 
 
 def make_env(env_id, env_kwargs, action_spaces, bounded=False):
-    """Make the environment, with vector observations.
+    """Make the environment. Observations of all supported spaces are flattened to vectors.
 
     Args:
         env_id: a Gymnasium id, `package:Name-v0` to import a package first.
@@ -82,19 +85,35 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
             env = gym.make(env_id, disable_env_checker=True, **env_kwargs)
     except (gym.error.Error, ImportError, TypeError, ValueError) as e:
         raise UsageError(f"cannot make {env_id}: {' '.join(str(e).split())}") from e
-    spaces = (("observations", env.observation_space, (gym.spaces.Box,)),)
-    for what, space, supported in (*spaces, ("actions", env.action_space, action_spaces)):
-        if not isinstance(space, supported):
-            names = " and ".join(kind.__name__ for kind in supported)
-            raise UsageError(f"{env_id} has {type(space).__name__} {what}; supported: {names}")
-    if bounded and not env.action_space.is_bounded():
+    for space in _parts(env.observation_space):
+        _check_space(f"{env_id} has {{}} observations", space, OBSERVATIONS)
+        if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) > 1:
+            raise UsageError(f"{env_id} has images as observations: these networks take vectors")
+    space = env.action_space
+    _check_space(f"{env_id} has {{}} actions", space, action_spaces)
+    if bounded and not space.is_bounded():
         raise UsageError(f"{env_id} has actions without bounds: there is no scale to act on")
-    if isinstance(env.action_space, gym.spaces.Box) and env.action_space.dtype.kind != "f":
+    if isinstance(space, spaces.Box) and space.dtype.kind != "f":
         raise UsageError(f"{env_id} has integer actions in a Box; supported: real numbers")
-    env = CheckedEnv(env)
-    if len(env.observation_space.shape) != 1:
+    if not (
+        isinstance(env.observation_space, spaces.Box) and len(env.observation_space.shape) == 1
+    ):
         env = gym.wrappers.FlattenObservation(env)
-    return env
+    return CheckedEnv(env)
+
+
+def _parts(space):
+    """The spaces that a Dict or Tuple space consists of, however deeply; any other space itself."""
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        return [space]
+    parts = space.values() if isinstance(space, spaces.Dict) else space
+    return [inner for part in parts for inner in _parts(part)]
+
+
+def _check_space(text, space, supported):
+    if not isinstance(space, supported):
+        names = ", ".join(kind.__name__ for kind in supported)
+        raise UsageError(f"{text.format(type(space).__name__)}; supported: {names}")
 
 
 def experiment(train):
@@ -129,13 +148,11 @@ def tell(text):
 def main(train, Args):
     """Run a script: read its flags, relaunch under mpirun if asked, train, set the exit code."""
     sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: any path can be printed
+    sys.path.append("")  # so that --env-id finds modules in the current directory
     script, args = os.path.basename(sys.argv[0]), None
     try:
         args = parse_args(Args)
-        try:
-            mpi_fork(args.num_cpu)
-        except RuntimeError as e:
-            raise UsageError(str(e)) from e
+        mpi_fork(args.num_cpu)
         catch_signals(on_second=lambda text: logger.mark("interrupted", text))
         finished = train(args)
     except UsageError as e:

@@ -1,20 +1,23 @@
-"""Where a run is written down: its directory, progress.txt, TensorBoard events, the terminal.
+"""The record of a run: its table on the terminal and in progress.txt, TensorBoard events, saves.
+
+    logger = EpochLogger()
+    for epoch in range(10):
+        logger.store(EpRet=3.5)
+        logger.log_tabular("Epoch", epoch)
+        logger.log_tabular("EpRet", with_min_and_max=True)
+        logger.dump_tabular()
 
 `Logger` and `EpochLogger` have Spinning Up's methods and write its file formats, so that its
 readers' own tools read ours. All methods are called by all ranks together; rank 0 writes.
 """
 
 import contextlib
-import fcntl
-import importlib.metadata
-import json
 import os
-import platform
 import re
 import shutil
 import socket
-import subprocess
 import sys
+import tempfile
 import time
 from datetime import datetime
 from pathlib import Path
@@ -25,70 +28,25 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tqdm import tqdm
 
-from common import UsageError, cpu
-from common.checkpoint import Checkpointer, CheckpointError
+from common import UsageError, run_dir
+from common.checkpoint import Checkpointer
 from common.mpi_tools import (
     broadcast,
     check_finite,
     mpi_statistics_scalar,
     mpi_sum,
-    num_procs,
+    on_rank_0,
     proc_id,
 )
-from common.serialization import (
-    check_inside,
-    convert_json,
-    printable,
-    read_json,
-    write_atomically,
-    write_json,
-)
+from common.run_dir import setup_logger_kwargs
+from common.serialization import convert_json, write_atomically, write_json
 from common.signals import stop_requested
 
 COLORS = {"gray": 30, "red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
-# What a run leaves in its directory; --overwrite deletes these and nothing else.
-RUN_FILES = ["config.json", "progress.txt", "status.json", "policy.npz", "torch_save", "tf1_save"]
-RUN_FILES += ["checkpoint", "events.out.tfevents.*"]
-RUN_DIRS = ["torch_save", "tf1_save", "checkpoint", "checkpoint/journal"]
-MAX_NAME = 200  # bytes of an experiment's name; a date and a seed are added to it
-STATUSES = ("running", "finished", "interrupted", "failed")
-# Flags that may change when a run is resumed: they do not touch its numbers.
-FREE_TO_CHANGE = {"epochs", "save_freq", "data_dir", "resume", "overwrite", "num_cpu"}
 TAGS = {"AverageEpRet": "charts/episodic_return", "EpLen": "charts/episodic_length"}
 TAGS |= {"AverageTestEpRet": "eval/episodic_return", "TestEpLen": "eval/episodic_length"}
 
-_open_logger = None  # the logger whose run `mark` speaks of
-
-
-def colorize(text, color="green", bold=False):
-    """`text` in a terminal's colour escapes."""
-    return f"\x1b[{'1;' if bold else ''}{COLORS[color]}m{text}\x1b[0m"
-
-
-def setup_logger_kwargs(exp_name, seed=None, data_dir="data", datestamp=False):
-    """Arguments of a `Logger` whose directory follows Spinning Up's convention.
-
-    Returns:
-        dict(output_dir, exp_name), where output_dir is `<data_dir>/<exp_name>`, and below it
-        `<exp_name>_s<seed>` if a seed is given; with a datestamp,
-        `<data_dir>/YYYY-MM-DD_<exp_name>/YYYY-MM-DD_HH-MM-SS-<exp_name>_s<seed>`.
-
-    Raises:
-        UsageError: the name is none of a directory in `data_dir`, or a link leads out of it.
-    """
-    if exp_name in ("", ".", "..") or exp_name != Path(exp_name).name or not exp_name.isprintable():
-        raise UsageError(f"--exp-name must be a plain name, not {printable(ascii(exp_name))}")
-    if len(exp_name.encode()) > MAX_NAME:
-        raise UsageError(f"--exp-name must have at most {MAX_NAME} bytes: {printable(exp_name)}")
-    now = broadcast(datetime.now())
-    outer = f"{now:%Y-%m-%d}_{exp_name}" if datestamp else exp_name
-    path = Path(data_dir, outer)
-    if seed is not None:
-        path /= (
-            f"{now:%Y-%m-%d_%H-%M-%S}-{exp_name}_s{seed}" if datestamp else f"{exp_name}_s{seed}"
-        )
-    check_inside(data_dir, path)
-    return {"output_dir": str(path), "exp_name": exp_name}
+_open_logger = None  # the logger of the script's run, which `mark` and `release` are about
 
 
 def start_run(args, script):
@@ -104,16 +62,20 @@ def start_run(args, script):
     Raises:
         UsageError: see `Logger` and `Logger.save_config`.
     """
+    global _open_logger
     exp_name = args.exp_name or re.sub(r"[^\w.-]", "_", f"{Path(script).stem}_{args.env_id}")
-    logger_kwargs = setup_logger_kwargs(exp_name, args.seed, args.data_dir, args.datestamp)
-    if args.datestamp and args.resume:
-        raise UsageError("--datestamp makes a new directory: there is nothing to --resume in it")
-    logger = EpochLogger(**logger_kwargs, resume=args.resume, overwrite=args.overwrite)
+    kwargs = setup_logger_kwargs(exp_name, args.seed, args.data_dir, args.datestamp)
+    if isinstance(args.resume, str):
+        kwargs["output_dir"] = args.resume
+    elif args.datestamp and args.resume:
+        raise UsageError("--datestamp makes a new directory: give --resume the directory itself")
+    logger = EpochLogger(**kwargs, resume=args.resume, overwrite=args.overwrite)
     try:
         logger.save_config(args, script)
     except UsageError:
         logger.close_lock()
         raise
+    _open_logger = logger
     return logger
 
 
@@ -131,11 +93,17 @@ def release():
         _open_logger.close_lock()
 
 
+def colorize(text, color="green", bold=False):
+    """`text` in a terminal's colour escapes."""
+    return f"\x1b[{'1;' if bold else ''}{COLORS[color]}m{text}\x1b[0m"
+
+
 class Logger:
     """The record of one run.
 
     Args:
-        output_dir: the run directory; made here.
+        output_dir: the run directory; made here. A new one under the system's directory for
+            temporary files, `/tmp/experiments/<time>`, if None.
         output_fname: the table's file name.
         exp_name: the experiment's name, for plots.
         resume: continue the run that the directory holds; start one if it holds none.
@@ -147,88 +115,30 @@ class Logger:
     """
 
     def __init__(
-        self, output_dir, output_fname="progress.txt", exp_name=None, resume=False, overwrite=False
+        self,
+        output_dir=None,
+        output_fname="progress.txt",
+        exp_name=None,
+        resume=False,
+        overwrite=False,
     ):
+        if output_dir is None:
+            now = f"{broadcast(datetime.now()):%Y-%m-%d_%H-%M-%S-%f}"
+            output_dir = Path(tempfile.gettempdir(), "experiments", now)
         self.output_dir = Path(output_dir)
         self.progress_path = self.output_dir / output_fname
-        self.exp_name = exp_name
-        self.resume, self.overwrite = resume, overwrite
-        if resume and overwrite:
-            raise UsageError("--resume and --overwrite exclude each other")
-        self.headers, self.row = [], {}
+        self.exp_name, self.resume = exp_name, resume
+        self.headers, self.row, self.last_row = [], {}, {}
         self.epoch = self.epochs = 0  # epochs done, epochs to do
-        self.save_freq = 1  # epochs between checkpoints
+        self.save_freq, self.snapshots = 1, False  # epochs between saves; whether to keep policies
+        self.best = -np.inf  # return of the best snapshot
         self.stopping = False  # whether the run was asked to stop
         self.finished = False  # whether the run that is resumed has no epoch left to do
         self.elapsed = 0.0  # seconds before this process took the run up
         self.start_time = time.time()
-        self.progress_file = self.events = None
-        self._last_charted = None
-        self._lock = None
-        error = broadcast(self._claim() if proc_id() == 0 else None)
-        if error:
-            raise UsageError(error)
+        self.progress_file = self.events = self._last_charted = None
+        self._lock = on_rank_0(run_dir.claim, self.output_dir, resume, overwrite)
         self.checkpointer = Checkpointer(self.output_dir / "checkpoint")
-        global _open_logger
-        _open_logger = self
-
-    # Run directory ------------------------------------------------------------------------------
-
-    def _claim(self):
-        """Take the run directory for this process. Returns why not, or None."""
-        try:
-            made = [p for p in (self.output_dir, *self.output_dir.parents) if not p.exists()]
-        except (OSError, ValueError) as e:  # no name of a directory
-            return f"cannot write to {printable(self.output_dir)}: {e}"
-        try:
-            self.output_dir.mkdir(parents=True, exist_ok=True)
-            for pattern in (*RUN_FILES, ".lock", "checkpoint/journal"):
-                for path in self.output_dir.glob(pattern):
-                    kind = "directory" if pattern in RUN_DIRS else "file"
-                    # What is written to a link would land elsewhere.
-                    if path.is_symlink() or path.is_dir() != (kind == "directory"):
-                        return f"cannot write to {path}: it is no plain {kind}"
-            self._lock = open(self.output_dir / ".lock", "a+b")  # noqa: SIM115 - held while we run
-        except OSError as e:
-            for path in made:  # leave no empty directories behind
-                if path.exists():
-                    path.rmdir()
-            return f"cannot write to {self.output_dir}: {e.strerror}"
-        try:
-            # The kernel drops the lock when its holder dies, however it dies.
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self._lock.seek(0)
-            holder = printable(self._lock.read(200).decode("utf-8", "replace"))
-            return f"{self.output_dir} is in use by {holder or 'a process'}"
-        if self._holds_run() and not (self.resume or self.overwrite):
-            self.close_lock()
-            return f"{self.output_dir} holds a run: --resume continues it, --overwrite replaces it"
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        self._lock.flush()
-        half_written = [".*.tmp", "torch_save/.*.tmp"]  # by a process that was killed
-        for pattern in half_written + (RUN_FILES if self.overwrite else []):
-            for path in self.output_dir.glob(pattern):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        return None
-
-    def _holds_run(self):
-        return any((self.output_dir / name).exists() for name in RUN_FILES[:-1])
-
-    def _has_checkpoint(self):
-        return any(self.checkpointer.directory.glob("epoch_*"))
-
-    def close_lock(self):
-        """Let other processes have the directory."""
-        global _open_logger
-        _open_logger = None
-        for file in (self.progress_file, self.events):
-            if file:
-                file.close()
-        if self._lock:
-            self._lock.close()
-            self._lock = None
 
     def save_config(self, config, script=None):
         """Write config.json: the arguments, and the versions that the numbers depend on.
@@ -241,80 +151,23 @@ class Logger:
             UsageError: the run that is resumed had other arguments, or another number of ranks.
         """
         args = convert_json(config)
-        self.epochs = args.get("epochs", 0)
-        self.save_freq = args.get("save_freq", 1)
-        config = {**args, "exp_name": self.exp_name, "script": Path(script or sys.argv[0]).name}
-        config |= {"ranks": num_procs(), "versions": _versions(), "git_commit": _git_commit()}
-        config |= {"host": socket.gethostname(), "command": sys.argv}
-        config |= {"start_time": datetime.now().astimezone().isoformat(timespec="seconds")}
-        path = self.output_dir / "config.json"
-        if self.resume and self._holds_run():
-            old, status = self._read_old_config(path) or config, self._read_old_status()
-            self.finished = status["status"] == "finished" and self.epochs <= status["epoch"]
-            self.epoch = status["epoch"]
-            fixed = (set(args) | {"script", "ranks"}) - FREE_TO_CHANGE
-            changed = sorted(k for k in fixed if old.get(k) != config.get(k))
-            if changed:
-                text = [f"{k} was {printable(old.get(k))}, is {config.get(k)}" for k in changed]
-                raise UsageError(f"cannot resume {self.output_dir}: {', '.join(text)}")
-            if status["status"] == "finished" and not (self.finished or self._has_checkpoint()):
-                text = "it is finished, and its checkpoints, replay buffer and all, are deleted"
-                raise UsageError(f"cannot extend {self.output_dir}: {text}")
-            versions = config["versions"]
-            for name in sorted(k for k, v in versions.items() if old["versions"].get(k) != v):
-                was, now = printable(old["versions"].get(name)), versions[name]
-                self.log(f"WARNING: resuming with {name} {now}; the run began with {was}", "yellow")
+        self.epochs, self.save_freq = args.get("epochs", 0), args.get("save_freq", 1)
+        self.snapshots = args.get("snapshots", False)
+        config = run_dir.describe(args, self.exp_name, script or sys.argv[0])
+        if self.resume and broadcast(run_dir.holds_run(self.output_dir)):
+            fixed = {*args, "script", "ranks"} - run_dir.FREE_TO_CHANGE
+            found = broadcast(on_rank_0(run_dir.check_resume, self.output_dir, config, fixed))
+            self.epoch, self.finished, warnings = found
+            for text in warnings:
+                self.log(f"WARNING: {text}", "yellow")
         if proc_id() == 0 and not self.finished:
-            write_json(path, config)
+            write_json(self.output_dir / "config.json", config)
             self.write_status("running")
             self.log(f"Logging to {self.output_dir}", "green")
 
-    def _read_old_config(self, path):
-        """config.json of the run that is resumed; None if it stopped before it wrote one."""
-        try:
-            old = read_json(path)
-            if not isinstance(old.get("versions"), dict):
-                raise ValueError(f"{path} is damaged: it has no versions")
-        except FileNotFoundError:
-            if self.progress_path.exists() or self._has_checkpoint():
-                raise UsageError(f"cannot resume: {path} is missing") from None
-            return None
-        except ValueError as e:
-            raise UsageError(f"cannot resume: {e}") from e
-        return old
-
-    def _read_old_status(self):
-        """status.json of the run that is resumed; what can be said without it, loudly."""
-        path = self.output_dir / "status.json"
-        try:
-            status = read_json(path)
-            if status.get("status") not in STATUSES or type(status.get("epoch")) is not int:
-                raise ValueError(f"{path} is damaged: it has no status or no epoch")
-            return status
-        except FileNotFoundError:
-            error = f"{path} is missing"
-        except ValueError as e:
-            error = str(e)
-        # A checkpoint knows where the run stands. A run without any is one that was killed before
-        # its first one, or one that is finished: then its table must not be begun anew.
-        if not self._has_checkpoint() and self.progress_path.exists():
-            raise UsageError(f"cannot resume: {error}, and there is no checkpoint")
-        if self.progress_path.exists():
-            self.log(f"WARNING: {printable(error)}; going by the checkpoints", "yellow")
-        return {"status": "running", "epoch": 0}
-
     def write_status(self, status, error=None):
         """Write status.json: running, finished, interrupted or failed."""
-        state = {"status": status, "epoch": self.epoch, "epochs": self.epochs, "error": error}
-        path = self.output_dir / "status.json"
-        try:
-            write_json(path, state)
-        except OSError:  # without room for a new file, write over the old one
-            if not path.exists():
-                raise
-            with open(path, "r+") as f:
-                f.write(json.dumps(state))
-                f.truncate()
+        run_dir.write_status(self.output_dir, status, self.epoch, self.epochs, error)
 
     def close(self, clear=False):
         """The end of the run: `finished`, or `interrupted` if epochs are left.
@@ -335,6 +188,14 @@ class Logger:
                 shutil.rmtree(self.checkpointer.directory, ignore_errors=True)
         self.close_lock()
         return done
+
+    def close_lock(self):
+        """Close all files and let other processes have the directory."""
+        global _open_logger
+        _open_logger = None if _open_logger is self else _open_logger
+        for file in (self.progress_file, self.events, self._lock):
+            if file:
+                file.close()
 
     # Terminal and tables ------------------------------------------------------------------------
 
@@ -359,13 +220,13 @@ class Logger:
         name = f"epoch {self.epoch} of {self.epochs}"
         return tqdm(range(steps), name, disable=hide, leave=False, unit="step")
 
-    def log_tabular(self, key, value):
+    def log_tabular(self, key, val):
         """Set one column of this epoch's row. Every epoch sets the same columns."""
         if self.headers and key not in self.headers:
             raise KeyError(f"column {key} was not in the first row")
         if key in self.row:
             raise KeyError(f"column {key} is set already in this row")
-        self.row[key] = value.item() if isinstance(value, np.generic) else value
+        self.row[key] = val.item() if isinstance(val, np.generic) else val
 
     def dump_tabular(self):
         """End this epoch's row: print it, add it to progress.txt and to the TensorBoard events."""
@@ -384,7 +245,7 @@ class Logger:
             self.progress_file.flush()
             self._write_events()
         self.epoch += 1
-        self.row = {}
+        self.row, self.last_row = {}, self.row
 
     def time(self):
         """Seconds that the run has taken, those before it was resumed included."""
@@ -401,19 +262,15 @@ class Logger:
         if self.events is None:
             self._open_events()
         values = [Summary.Value(tag=tag, simple_value=v) for tag, v in scalars.items()]
-        self._add_event(Event(step=step, summary=Summary(value=values)))
+        self._add_event(step=step, summary=Summary(value=values))
 
-    def _open_events(self, first_step=None):
+    def _open_events(self):
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         self.events = RecordWriter(open(self.output_dir / name, "ab"))  # noqa: SIM115
-        self._add_event(Event(file_version="brain.Event:2"))
-        if first_step is not None:  # what an earlier process wrote from this step on is void
-            start = SessionLog(status=SessionLog.START)
-            self._add_event(Event(step=first_step, session_log=start))
+        self._add_event(file_version="brain.Event:2")
 
-    def _add_event(self, event):
-        event.wall_time = time.time()
-        self.events.write(event.SerializeToString())
+    def _add_event(self, **event):
+        self.events.write(Event(wall_time=time.time(), **event).SerializeToString())
         self.events.flush()
 
     # Saving and resuming ------------------------------------------------------------------------
@@ -421,15 +278,19 @@ class Logger:
     def save_due(self):
         """Whether a checkpoint is due: every `save_freq` epochs, at the last, and before a stop."""
         self.stopping = stop_requested()
-        return self.stopping or self.epoch % self.save_freq == 0 or self.epoch == self.epochs
+        return self.stopping or self._regular_save()
 
-    def save_state(self, policy, state, buffer=None):
+    def _regular_save(self):
+        return self.epoch % self.save_freq == 0 or self.epoch == self.epochs
+
+    def save_state(self, policy, state=None, buffer=None):
         """Save the policy for NumPy, and all that an exact continuation needs.
 
         Args:
-            policy: dict for policy.npz: all that it takes to act with NumPy alone. `weights` is a
-                list of layers (W [in, out], b [out]); the rest arrays, numbers and strings.
-            state: this rank's tree for `Checkpointer.save`.
+            policy: dict for policy.npz, of arrays, numbers and strings; a state_dict, say. A list
+                `weights` of layers (W [in, out], b [out]) is stored as weight_0, bias_0, weight_1,
+                and so on.
+            state: this rank's tree for `Checkpointer.save`; if None, no checkpoint is written.
             buffer: the replay buffer, likewise.
 
         Raises:
@@ -437,17 +298,30 @@ class Logger:
         """
         check_finite(f"epoch {self.epoch - 1}", parameter=state)
         if proc_id() == 0:
-            os.fsync(
-                self.progress_file.fileno()
-            )  # a checkpoint never knows more rows than there are
-            policy = {**policy, "epoch": self.epoch}
-            for i, (W, b) in enumerate(policy.pop("weights")):
-                policy |= {f"weight_{i}": W, f"bias_{i}": b}
-            write_atomically(self.output_dir / "policy.npz", lambda f: np.savez(f, **policy))
-        state = {"script": state, "headers": self.headers, "time": self.time()}
-        self.checkpointer.save(self.epoch, state, buffer)
+            if self.progress_file:  # a checkpoint never knows more rows than there are
+                os.fsync(self.progress_file.fileno())
+            self._save_policy({**policy, "epoch": self.epoch})
+        if state is not None:
+            saved = {"script": state, "headers": self.headers, "time": self.time()}
+            self.checkpointer.save(self.epoch, {**saved, "best": self.best}, buffer)
         if proc_id() == 0:
             self.write_status("running")
+
+    def _save_policy(self, policy):
+        """Write policy.npz; its snapshots too, at the saves that an undisturbed run makes."""
+        for i, (W, b) in enumerate(policy.pop("weights", [])):
+            policy |= {f"weight_{i}": W, f"bias_{i}": b}
+        names = ["policy.npz"]
+        if self.snapshots and self._regular_save():
+            names.append(f"policy_{self.epoch}.npz")
+            returns = self.last_row.get("AverageTestEpRet", self.last_row.get("AverageEpRet", 0))
+            if returns > self.best:
+                self.best = returns
+                names.append("policy_best.npz")
+        for name in names:
+            write_atomically(
+                self.output_dir / name, lambda f: np.savez(f, allow_pickle=False, **policy)
+            )
 
     def load_state(self, buffer=None):
         """Go back to the newest checkpoint, if the run is resumed and has one.
@@ -459,43 +333,22 @@ class Logger:
             the state that `save_state` was given; None for a run that starts.
 
         Raises:
-            CheckpointError: all checkpoints are damaged, or progress.txt is shorter than they say.
+            UsageError: all checkpoints are damaged, or progress.txt is shorter than they say.
         """
         if not self.resume:
             return None
         epoch, saved = self.checkpointer.load(buffer)
-        error = broadcast(self._cut_progress(epoch) if proc_id() == 0 else None)
-        if error:
-            raise CheckpointError(error)
+        step = on_rank_0(run_dir.cut_progress, self.progress_path, epoch)
+        if proc_id() == 0 and any(self.output_dir.glob("events.out.tfevents.*")):
+            self._open_events()  # what an earlier process wrote from the next step on is void
+            self._add_event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
         self.epoch = epoch
         if saved is None:
             self.log("Nothing to resume: starting from the beginning", "yellow")
             return None
-        self.headers, self.elapsed = saved["headers"], saved["time"]
+        self.headers, self.elapsed, self.best = saved["headers"], saved["time"], saved["best"]
         self.log(f"Resuming after epoch {epoch}", "yellow")
         return saved["script"]
-
-    def _cut_progress(self, epoch):
-        """Drop the rows that no checkpoint covers: they will be computed again."""
-        if not self.progress_path.exists():
-            return f"{self.progress_path} is missing" if epoch else None
-        kept, step = [], 0
-        try:
-            lines = self.progress_path.read_bytes().splitlines(keepends=True)
-            whole = [line for line in lines if line.endswith(b"\n")]
-            if len(whole) < epoch + 1:
-                return f"{self.progress_path} has fewer rows than the checkpoint of epoch {epoch}"
-            if epoch:
-                kept = whole[: epoch + 1]
-                header, *rows = (line.decode().rstrip("\n").split("\t") for line in kept)
-                table = [dict(zip(header, map(float, row), strict=True)) for row in rows]
-                step = int(table[-1].get("TotalEnvInteracts", epoch)) + 1
-        except (OSError, ValueError, OverflowError) as e:
-            return f"{self.progress_path} is damaged: {printable(e)}"
-        write_atomically(self.progress_path, lambda f: f.writelines(kept))
-        if kept or any(self.output_dir.glob("events.out.tfevents.*")):
-            self._open_events(step)
-        return None
 
 
 class EpochLogger(Logger):
@@ -504,32 +357,33 @@ class EpochLogger(Logger):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.stored = {}
-        self._no_episode_told = False
+        self._warned = False
 
     def store(self, **values):
-        """Add numbers to this epoch's lists, one by key."""
+        """Add numbers or arrays of numbers to this epoch's lists, one by key."""
         for key, value in values.items():
             self.stored.setdefault(key, []).append(value)
 
-    def log_tabular(self, key, value=None, with_min_and_max=False, average_only=False):
+    def log_tabular(self, key, val=None, with_min_and_max=False, average_only=False):
         """Set a column to a value, or columns to the statistics of what was stored under `key`.
 
         Args:
-            value: the value; if None, statistics are logged: `Average<key>` and `Std<key>`, with
+            val: the value; if None, statistics are logged: `Average<key>` and `Std<key>`, with
                 `with_min_and_max` also `Max<key>` and `Min<key>`, with `average_only` just the
                 mean, under `key` itself. NaN where no rank stored anything.
 
         Raises:
             FloatingPointError: on all ranks, if a loss or a return is NaN or infinite on any.
         """
-        if value is not None:
-            super().log_tabular(key, value)
+        if val is not None:
+            super().log_tabular(key, val)
             return
+        numbers = self.stacked(key)
         if "Loss" in key or "EpRet" in key:
-            check_finite(f"epoch {self.epoch}", **{key: self.stacked(key)})
+            check_finite(f"epoch {self.epoch}", **{key: numbers})
         if key == "EpRet":
-            self._explain_no_episode()
-        mean, std, low, high = self.get_stats(key)
+            self._warn_if_no_episode_ended(numbers)
+        mean, std, low, high = mpi_statistics_scalar(numbers, with_min_and_max=True)
         super().log_tabular(key if average_only else f"Average{key}", mean)
         if not average_only:
             super().log_tabular(f"Std{key}", std)
@@ -538,10 +392,9 @@ class EpochLogger(Logger):
             super().log_tabular(f"Min{key}", low)
         self.stored[key] = []
 
-    def _explain_no_episode(self):
-        """Say so, once, if no episode ended on any rank in this epoch."""
-        if mpi_sum(len(self.stored.get("EpRet", []))) == 0 and not self._no_episode_told:
-            self._no_episode_told = True
+    def _warn_if_no_episode_ended(self, returns):
+        if mpi_sum(len(returns)) == 0 and not self._warned:
+            self._warned = True
             text = (
                 f"WARNING: no episode ended in epoch {self.epoch}, so EpRet is nan; CutEpRet is "
                 "the return of the episodes that the end of the epoch cut. Raise "
@@ -550,13 +403,12 @@ class EpochLogger(Logger):
             self.log(text, "yellow")
 
     def get_stats(self, key):
-        """(mean, std, min, max) over all ranks of what was stored under `key` in this epoch."""
-        return mpi_statistics_scalar(self.stacked(key), with_min_and_max=True)
+        """(mean, std) over all ranks of what was stored under `key` in this epoch."""
+        return mpi_statistics_scalar(self.stacked(key))
 
     def stacked(self, key):
         """This rank's numbers under `key` in this epoch, an array [N]."""
-        values = [np.ravel(v) for v in self.stored.get(key, [])]
-        return np.concatenate(values) if values else np.zeros(0)
+        return np.concatenate([np.zeros(0), *map(np.ravel, self.stored.get(key, []))])
 
 
 def _tag(column):
@@ -565,9 +417,8 @@ def _tag(column):
         return TAGS[column]
     if "Test" in column:
         return f"eval/{column}"
-    if column.startswith(("Loss", "DeltaLoss", "KL", "Entropy", "ClipFrac", "StopIter", "Alpha")):
-        return f"losses/{column}"
-    return f"charts/{column}"
+    losses = ("Loss", "DeltaLoss", "KL", "Entropy", "ClipFrac", "StopIter", "Alpha")
+    return f"{'losses' if column.startswith(losses) else 'charts'}/{column}"
 
 
 def _table(row):
@@ -577,31 +428,3 @@ def _table(row):
     rule = "-" * (left + right + 7)
     lines = [f"| {k:>{left}} | {v:>{right}} |" for k, v in cells.items()]
     return "\n".join([rule, *lines, rule])
-
-
-def _versions():
-    """Versions of what the numbers of a run depend on."""
-    names = ["torch", "tensorflow", "gymnasium", "mujoco", "numpy", "mpi4py"]
-    versions = {"python": platform.python_version()}
-    for name in names:
-        if name in sys.modules:
-            versions[name] = importlib.metadata.version(name)
-    if "mpi4py.MPI" in sys.modules:
-        library = sys.modules["mpi4py.MPI"].Get_library_version()
-        versions["MPI"] = " ".join(library.split("\n")[0].split())[:60]
-    versions["cpu"] = cpu.cpu_name()
-    if cpu.mkl:
-        versions["mkl"] = cpu.mkl
-    return versions
-
-
-def _git_commit():
-    """The commit of the project's checkout, with a + if files were changed; None outside git."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        run = {"capture_output": True, "text": True, "timeout": 5, "check": True}
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], **run).stdout.strip()
-        status = [*git, "status", "--porcelain", "--untracked-files=no"]
-        return commit + ("+" if subprocess.run(status, **run).stdout else "")
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -99,6 +99,23 @@ def allgather(x):
     return [x] if num_procs() == 1 else _mpi().COMM_WORLD.allgather(x)
 
 
+def on_rank_0(call, *args):
+    """Call a function on rank 0 alone, and return what it returns; None on the other ranks.
+
+    Raises:
+        UsageError: on all ranks, if the function raised it.
+    """
+    result = error = None
+    if proc_id() == 0:
+        try:
+            result = call(*args)
+        except UsageError as e:
+            error = e
+    if error := broadcast(error):
+        raise error
+    return result
+
+
 def barrier(timeout=None):
     """Wait for all ranks. With a `timeout` in seconds, give up after it.
 
@@ -207,15 +224,19 @@ def _all_finite(tree):
     return isinstance(tree, str | None) or bool(np.isfinite(tree).all())
 
 
+def cores():
+    """Number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def threads_per_rank():
     """This rank's fair share of the cores that it may use on its machine, at most MAX_THREADS."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     ranks_here = 1
     if num_procs() > 1:
         local = _mpi().COMM_WORLD.Split_type(_mpi().COMM_TYPE_SHARED)
         ranks_here = local.Get_size()
         local.Free()
-    return max(1, min(MAX_THREADS, cores // ranks_here))
+    return max(1, min(MAX_THREADS, cores() // ranks_here))
 
 
 def mpi_fork(n):
@@ -223,17 +244,22 @@ def mpi_fork(n):
 
     The process is replaced, so signals and the exit code need no forwarding.
 
+    Args:
+        n: number of ranks; "auto" for as many as there are cores.
+
     Raises:
-        RuntimeError: there is no mpirun, or mpirun and mpi4py do not belong together, or the
+        UsageError: there is no mpirun, or mpirun and mpi4py do not belong together, or the
             program runs under mpirun with a number of ranks other than 1 and `n`.
     """
     forked = os.environ.pop(FORK_MARKER, None)  # popped: grandchildren may fork for themselves
+    under_mpirun = forked or any(v in os.environ for v in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"))
+    if n == "auto":
+        n = int(forked or 0) or (num_procs() if under_mpirun else cores())
     if n == 1:
         return
-    under_mpirun = forked or any(v in os.environ for v in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"))
     if under_mpirun:
         if num_procs() != n:
-            raise RuntimeError(
+            raise UsageError(
                 f"--num-cpu {n}, but MPI counts {num_procs()} ranks: leave the flag out under "
                 "mpirun; without mpirun, mpi4py and the mpirun on PATH are of different MPIs"
             )
@@ -242,8 +268,8 @@ def mpi_fork(n):
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     mpirun = shutil.which("mpirun", path=path)
     if mpirun is None:
-        raise RuntimeError(f"--num-cpu {n} needs mpirun, and there is none on PATH")
+        raise UsageError(f"--num-cpu {n} needs mpirun, and there is none on PATH")
     sys.stdout.flush()
     sys.stderr.flush()
     command = [mpirun, "-np", str(n), sys.executable, *sys.orig_argv[1:]]
-    os.execve(mpirun, command, {**os.environ, FORK_MARKER: "1"})
+    os.execve(mpirun, command, {**os.environ, FORK_MARKER: str(n)})

@@ -49,7 +49,7 @@ def test_trees_round_trip(tree):
 
 
 def test_nothing_saved(tmp_path):
-    assert Checkpointer(tmp_path / "none").load() == (0, None, [])
+    assert Checkpointer(tmp_path / "none").load() == (0, None)
 
 
 def test_two_are_kept_and_the_newest_comes_back(tmp_path):
@@ -57,8 +57,8 @@ def test_two_are_kept_and_the_newest_comes_back(tmp_path):
     for epoch in (1, 2, 3):
         saver.save(epoch, {**STATE, "t": epoch})
     assert sorted(p.name for p in tmp_path.glob("epoch_*")) == ["epoch_000002", "epoch_000003"]
-    epoch, state, journal = Checkpointer(tmp_path).load()
-    assert (epoch, journal) == (3, [])
+    epoch, state = Checkpointer(tmp_path).load()
+    assert epoch == 3
     assert_same({**STATE, "t": 3}, state)
 
 
@@ -91,7 +91,7 @@ def test_damage_is_noticed(tmp_path, capsys, damage, file):
     DAMAGES[damage](tmp_path / "epoch_000002" / file)
     if file == "manifest.json" and damage == "bit flipped":  # any byte of JSON may still be JSON
         (tmp_path / "epoch_000002" / file).write_text('{"epoch": 2, "ranks": 1, "files": {}}')
-    epoch, state, _ = Checkpointer(tmp_path).load()
+    epoch, state = Checkpointer(tmp_path).load()
     assert (epoch, state["t"]) == (1, 1)
     assert "checkpoint epoch_000002 is damaged" in capsys.readouterr().err
     DAMAGES[damage](tmp_path / "epoch_000001" / file)
@@ -111,28 +111,68 @@ def test_damaged_checkpoint_is_replaced(tmp_path):
     assert Checkpointer(tmp_path).load()[1]["t"] == 22
 
 
-def test_journal_grows_and_forgets(tmp_path):
-    saver = Checkpointer(tmp_path)
+class Buffer:
+    """A replay buffer of 10 transitions of 2 numbers; the i-th holds (i, i)."""
+
+    def __init__(self):
+        self.data, self.count = np.zeros((10, 2), np.float32), 0
+
+    def store(self, n):
+        for _ in range(n):
+            self.data[self.count % 10] = self.count
+            self.count += 1
+
+
+def loaded(directory):
+    """(epoch, buffer) as a new process finds them."""
+    buffer = Buffer()
+    return Checkpointer(directory).load(buffer)[0], buffer
+
+
+@pytest.mark.parametrize("steps", [[3, 3, 3, 3, 3, 3], [4, 0, 10, 1], [25, 7, 7], [10, 10, 1, 30]])
+def test_the_replay_buffer_comes_back(tmp_path, steps):
+    """Row by row, whether it was full or not, and also where every save is by a new process."""
+    for directory, again in ((tmp_path / "one", False), (tmp_path / "many", True)):
+        saver, buffer = Checkpointer(directory), Buffer()
+        for epoch, n in enumerate(steps, 1):
+            if again:
+                saver, buffer = Checkpointer(directory), Buffer()
+                saver.load(buffer)
+            buffer.store(n)
+            saver.save(epoch, STATE, buffer)
+            found, other = loaded(directory)
+            assert (found, other.count) == (epoch, buffer.count)
+            np.testing.assert_array_equal(other.data, buffer.data)
+
+
+def test_the_journal_holds_each_transition_once(tmp_path):
+    saver, buffer = Checkpointer(tmp_path), Buffer()
+    for epoch in range(1, 9):
+        buffer.store(2)
+        saver.save(epoch, STATE, buffer)
+        names = sorted(p.name for p in (tmp_path / "journal").iterdir())
+        # Five parts are a full buffer; the checkpoint before needs one more.
+        parts = range(max(1, epoch - 5), epoch + 1)
+        assert names == [f"rank_0_{i:06d}.npz" for i in parts]
+    for name in names:
+        tree = tree_from_bytes((tmp_path / "journal" / name).read_bytes())
+        assert tree["rows"].shape == (2, 2) and tree["count"] == 2 * int(name[-10:-4])
+
+
+def test_back_to_the_checkpoint_before(tmp_path):
+    """Its buffer is whole too, and training goes on from there."""
+    saver, buffer = Checkpointer(tmp_path), Buffer()
     for epoch in range(1, 6):
-        saver.save(epoch, STATE, {"obs": np.full(2, epoch)}, journal_parts=3)
-    epoch, _, journal = Checkpointer(tmp_path).load()
-    assert [part["obs"][0] for part in journal] == [3, 4, 5]
-    # The checkpoint before the newest still has its own three parts.
-    damage_bytes(tmp_path / "epoch_000005" / "rank_0.npz")
-    saver = Checkpointer(tmp_path)
-    epoch, _, journal = saver.load()
-    assert epoch == 4 and [part["obs"][0] for part in journal] == [2, 3, 4]
-    saver.save(5, STATE, {"obs": np.full(2, 55)}, journal_parts=3)
-    assert [part["obs"][0] for part in Checkpointer(tmp_path).load()[2]] == [3, 4, 55]
-    assert len(list((tmp_path / "journal").iterdir())) == 4
-
-
-def test_journal_damage_is_noticed(tmp_path):
-    saver = Checkpointer(tmp_path)
-    for epoch in (1, 2):
-        saver.save(epoch, STATE, journal={"obs": np.full(2, epoch)})
-    damage_bytes(tmp_path / "journal" / "rank_0_000002.npz")
-    assert Checkpointer(tmp_path).load()[0] == 1
+        buffer.store(4)
+        saver.save(epoch, STATE, buffer)
+    damage_bytes(tmp_path / "journal" / "rank_0_000005.npz")
+    saver, buffer = Checkpointer(tmp_path), Buffer()
+    assert saver.load(buffer)[0] == 4
+    assert buffer.count == 16 and sorted(buffer.data[:, 0]) == list(range(6, 16))
+    buffer.store(4)
+    saver.save(5, STATE, buffer)
+    epoch, other = loaded(tmp_path)
+    assert epoch == 5 and sorted(other.data[:, 0]) == list(range(10, 20))
 
 
 @pytest.mark.parametrize("step", ["fsync", "replace", "rename"])
@@ -162,7 +202,7 @@ def test_a_save_that_dies_leaves_the_last_one(tmp_path, monkeypatch, step):
         else:
             break
         monkeypatch.setattr(os, step, real)
-        epoch, state, _ = Checkpointer(directory).load()
+        epoch, state = Checkpointer(directory).load()
         assert epoch == state["t"] and epoch in (1, 2)
         Checkpointer(directory).save(2, {**STATE, "t": 2})  # and the next save succeeds
         assert Checkpointer(directory).load()[0] == 2
@@ -171,21 +211,27 @@ def test_a_save_that_dies_leaves_the_last_one(tmp_path, monkeypatch, step):
 
 def test_several_ranks(tmp_path):
     source = """
+import os
 import numpy as np
-from common.checkpoint import *
-from common.mpi_tools import *
-saver = Checkpointer("saves")
+from common.checkpoint import Checkpointer
+from common.mpi_tools import barrier, proc_id
+
+class Buffer:
+    data, count = np.zeros((4, 1)), 0
+
+saver, buffer = Checkpointer("saves"), Buffer()
 for epoch in (1, 2):
-    state, journal = {"mine": np.array([proc_id(), epoch])}, {"obs": np.array([proc_id()])}
-    saver.save(epoch, state, journal)
-epoch, state, journal = Checkpointer("saves").load()
-assert epoch == 2 and list(state["mine"]) == [proc_id(), 2]
-assert [int(part["obs"][0]) for part in journal] == [proc_id()] * 2
+    buffer.data[epoch - 1], buffer.count = proc_id(), epoch
+    saver.save(epoch, {"mine": np.array([proc_id(), epoch])}, buffer)
+buffer.data, buffer.count = np.full((4, 1), -1.0), 0
+epoch, state = Checkpointer("saves").load(buffer)
+assert epoch == 2 == buffer.count and list(state["mine"]) == [proc_id(), 2]
+assert buffer.data[:, 0].tolist() == [proc_id()] * 2 + [-1] * 2
 barrier()
 if proc_id() == 1:  # one rank's file is lost: all go back together
     os.unlink("saves/epoch_000002/rank_1.npz")
 barrier()
-epoch, state, _ = Checkpointer("saves").load()
+epoch, state = Checkpointer("saves").load()
 assert epoch == 1 and list(state["mine"]) == [proc_id(), 1]
 print("all well", flush=True)
 """

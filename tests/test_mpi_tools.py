@@ -106,7 +106,7 @@ def test_fork_under_mpirun(tmp_path):
 
 def test_fork_without_mpirun(monkeypatch):
     monkeypatch.setattr(mpi_tools.shutil, "which", lambda *args, **kwargs: None)
-    with pytest.raises(RuntimeError, match="needs mpirun"):
+    with pytest.raises(UsageError, match="needs mpirun"):
         mpi_tools.mpi_fork(2)
 
 

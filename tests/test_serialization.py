@@ -1,8 +1,11 @@
-"""JSON of anything, and files that are whole or not there."""
+"""JSON of anything, files that are written whole or not at all, and readers that trust no file."""
 
 import dataclasses
+import io
 import json
 import math
+import pickle
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.serialization import convert_json, read_json, write_atomically, write_json
+from common.serialization import convert_json, read_json, read_npz, write_atomically, write_json
 
 
 @dataclasses.dataclass
@@ -90,3 +93,72 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, fail)
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "name": np.array("tanh")}
+
+
+def npz(save=np.savez, **arrays):
+    file = io.BytesIO()
+    save(file, **(arrays or ARRAYS))
+    return file
+
+
+def test_arrays_come_back(tmp_path):
+    path = tmp_path / "a.npz"
+    path.write_bytes(npz().getvalue())
+    for loaded in (read_npz(path), read_npz(npz())):
+        assert loaded.keys() == ARRAYS.keys() and str(loaded["name"]) == "tanh"
+        np.testing.assert_array_equal(loaded["w"], ARRAYS["w"])
+
+
+class Planted:
+    def __reduce__(self):
+        return (pytest.fail, ("a pickle was executed",))
+
+
+def member(data, name="w.npy"):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(name, data)
+    return file
+
+
+def flipped(data):
+    data = bytearray(data)
+    data[data.index(b"\0\0\x80?") + 2] ^= 1  # a byte of 1.0
+    return io.BytesIO(data)
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        npz(w=np.array([Planted()], dtype=object)),
+        io.BytesIO(pickle.dumps(Planted())),
+        member(pickle.dumps(Planted())),
+        member(b"no array"),
+        npz(np.savez_compressed, w=np.zeros(10**6)),
+        npz(np.savez_compressed),
+        io.BytesIO(npz().getvalue()[:-9]),
+        io.BytesIO(),
+        flipped(npz().getvalue()),
+        member(
+            b"\x93NUMPY\1\0\x46\0{'descr': '<f4', 'fortran_order': False, 'shape': (9,), }     \n"
+        ),
+    ],
+    ids=[
+        "object",
+        "pickle",
+        "member",
+        "text",
+        "bomb",
+        "compressed",
+        "cut",
+        "empty",
+        "bit",
+        "short",
+    ],
+)
+def test_anything_else_is_refused(file):
+    with pytest.raises(ValueError, match=r"\w"):
+        read_npz(file)
