@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from common import UsageError
-from common.logger import FREE_TO_CHANGE
+from common.run_dir import FREE_TO_CHANGE
 from common.serialization import check_inside, printable, read_json
 
 RUN_FILES = ("config.json", "progress.txt", "status.json", "checkpoint")

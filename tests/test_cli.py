@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
+import numpy as np
 import pytest
 from conftest import ROOT, command, load_script, progress, run, run_dir, wait_for
 
 from common import UsageError
-from common.args import JsonDict, NonNegInt, PosFloat, PosInt, Sizes, Unit, parse_args
+from common.args import JsonDict, NonNegInt, PosFloat, PosInt, Sizes, Unit, check_args, parse_args
 
 SCRIPTS = sorted(p.stem for p in (ROOT / "algos").glob("*.py"))
 ON_POLICY = [s for s in SCRIPTS if s.split("_")[0] in ("vpg", "trpo", "ppo")]
@@ -24,11 +26,17 @@ QUICK = ["--env-id", "CartPole-v1", "--steps-per-epoch", "400"]
 class Args:
     """A few flags."""
 
+    # Numbers
     lr: PosFloat = 1e-3  # step size
     gamma: Unit = 0.99  # discount
     sizes: Sizes = (64, 64)  # layers
     n: PosInt = 1  # a number
     seed: NonNegInt = 0  # random seed
+    num_cpu: PosInt | Literal["auto"] = 1  # ranks
+    # The rest
+    name: str | None = None  # a name
+    activation: Literal["tanh", "relu"] = "tanh"  # what follows a layer
+    resume: bool | str = False  # go on
     env_kwargs: JsonDict = dataclasses.field(default_factory=dict)  # arguments
     verbose: bool = False  # talk
 
@@ -36,7 +44,10 @@ class Args:
 def test_flags():
     words = ["--lr", "0.5", "--gamma", "1", "--sizes", "32", "16", "--verbose", "--n", "7"]
     args = parse_args(Args, [*words, "--env-kwargs", '{"a": [1, null]}'])
-    assert args == Args(0.5, 1.0, (32, 16), 7, 0, {"a": [1, None]}, True)
+    assert args == Args(0.5, 1.0, (32, 16), 7, env_kwargs={"a": [1, None]}, verbose=True)
+    args = parse_args(Args, ["--num_cpu", "auto", "--env_kwargs", "{}", "--resume", "--name", "x"])
+    assert args == Args(num_cpu="auto", name="x", resume=True)
+    assert parse_args(Args, ["--resume"]).resume is True
 
 
 @pytest.mark.parametrize(
@@ -50,21 +61,53 @@ def test_flags():
         ("--seed -1", "--seed must be at least 0, not -1"),
         ("--n 1.5", "Error parsing --n: invalid literal for int() with base 10: '1.5'"),
         ("--n", "Missing value for argument '--n'. Expected 1 values."),
-        ("--vebrose", "Unrecognized options: --vebrose (perhaps --verbose,?)"),
+        ("--vebrose", "Unrecognized options: --vebrose (perhaps --verbose?)"),
+        ("--activation foo", "invalid choice 'foo' for argument '--activation'. Expected one of ("),
+        ("--num-cpu 0", "--num-cpu must be at least 1, not 0"),
+        ("--num-cpu all", "Error parsing --num-cpu: "),
+        ("--resume /nowhere --lr 1", "cannot resume /nowhere: "),
         ("stray", "Unrecognized options: stray"),
         ("--env-kwargs [1]", "Error parsing --env-kwargs: expected a JSON object, got [1]"),
         ("--env-kwargs {", "Error parsing --env-kwargs: Expecting property name"),
     ],
 )
-def test_bad_flags_are_one_line(words, message):
+def test_bad_flags_are_one_line(monkeypatch, words, message):
+    """Whole, however narrow the terminal is."""
+    monkeypatch.setenv("COLUMNS", "40")
     with pytest.raises(UsageError) as e:
         parse_args(Args, words.split())
     assert str(e.value).startswith(message) and "\n" not in str(e.value)
 
 
+WRONG = [
+    *({"n": x} for x in (500.0, True, "7", None, np.float64(3), [1], 0)),
+    *({"lr": x} for x in (True, "0.1", None, 0, float("nan"), 1j)),
+    *({"sizes": x} for x in (64, "64", (64, 1.0), (64, 0), (True,), ("64",), None)),
+    *({"num_cpu": x} for x in ("all", 0, 1.0, True, None)),
+    *({"activation": x} for x in ("foo", None, 1, ("tanh",))),
+    *({"env_kwargs": x} for x in (None, [1], "{}")),
+    *({"verbose": x} for x in (1, "yes", None)),
+    *({"name": x} for x in (3, b"x", ["x"])),
+    *({"resume": x} for x in (1, None)),
+    *({"gamma": x} for x in (1.5, -0.1, float("inf"))),
+]
+
+
+@pytest.mark.parametrize("values", WRONG, ids=str)
+def test_types_and_ranges_are_checked_from_python(values):
+    (name,) = values
+    with pytest.raises(UsageError, match=rf"^--{name.replace('_', '-')} must be .*, not "):
+        check_args(Args(**values))
+
+
+def test_what_python_may_give():
+    check_args(Args(lr=1, sizes=[32, 16], num_cpu="auto", resume="dir", gamma=np.float64(0.5)))
+
+
 SPACES = """
 import gymnasium as gym
-from gymnasium.spaces import Box, Dict, Discrete, MultiDiscrete
+import numpy as np
+from gymnasium.spaces import *
 
 class Env(gym.Env):
     def __init__(self, observation_space, action_space):
@@ -76,7 +119,9 @@ class Env(gym.Env):
         return self.observation_space.sample(), 0.0, False, False, {}
 
 box = Box(-1, 1, (2,))
-gym.register("DictObs-v0", lambda: Env(Dict({"a": box}), box))
+gym.register("TextObs-v0", lambda: Env(Dict({"a": box, "b": Tuple([Text(5)])}), box))
+gym.register("Images-v0", lambda: Env(Box(0, 255, (8, 8, 3), np.uint8), box))
+gym.register("Ints-v0", lambda: Env(box, Box(0, 5, (2,), np.int32)))
 gym.register("MultiDiscrete-v0", lambda: Env(box, MultiDiscrete([2, 2])))
 gym.register("NeedsX-v0", lambda x: Env(box, box))
 """
@@ -85,9 +130,11 @@ BAD_INPUT = [
     (["--fo", "3"], "Unrecognized options: --fo, 3"),
     (["--env-id", "Nope-v0"], "cannot make Nope-v0: Environment `Nope` doesn't exist"),
     (["--env-id", "no_such_module:Env-v0"], "cannot make no_such_module:Env-v0"),
-    (["--env-id", "spaces:DictObs-v0"], "has Dict observations; supported: Box"),
-    (["--env-id", "spaces:MultiDiscrete-v0"], "has MultiDiscrete actions; supported: Box"),
-    (["--env-id", "spaces:NeedsX-v0"], "cannot make spaces:NeedsX-v0"),
+    (["--env-id", "odd_spaces:TextObs-v0"], "has Text observations; supported: Box, Discrete, "),
+    (["--env-id", "odd_spaces:Images-v0"], "has images as observations: these networks take vec"),
+    (["--env-id", "odd_spaces:Ints-v0"], "has integer actions in a Box; supported: real numbers"),
+    (["--env-id", "odd_spaces:MultiDiscrete-v0"], "has MultiDiscrete actions; supported: Box"),
+    (["--env-id", "odd_spaces:NeedsX-v0"], "cannot make odd_spaces:NeedsX-v0"),
     (["--gamma", "2"], "--gamma must be between 0 and 1, not 2.0"),
     (["--exp-name", "a/../../b"], "--exp-name must be a plain name"),
     (["--data-dir", "{tmp}/file"], "cannot write to"),
@@ -99,9 +146,9 @@ BAD_INPUT = [
 @pytest.mark.parametrize("script", ["ppo_torch", "trpo_tf1", "sac_torch"])
 def test_bad_input(tmp_path, script):
     """One clear line on stderr, on one rank, exit code 2, no directory made."""
-    (tmp_path / "spaces.py").write_text(SPACES)
+    (tmp_path / "odd_spaces.py").write_text(SPACES)
     (tmp_path / "file").write_text("")
-    env = {"PYTHONPATH": str(tmp_path)}
+    env = {"COLUMNS": "40"}  # modules in the working directory are found
     base = ["--env-id", "Pendulum-v1", "--data-dir", tmp_path / "data"]
     cases = BAD_INPUT if script == "ppo_torch" else BAD_INPUT[-3:]
     for flags, message in cases:
@@ -111,17 +158,17 @@ def test_bad_input(tmp_path, script):
         assert result.returncode == 2, result.stderr
         assert len(lines) == 1 and message in lines[0], result.stderr
         assert lines[0].startswith(f"{script}.py: error: ")
-    made = {p.name for p in tmp_path.iterdir()} - {"spaces.py", "file", "__pycache__"}
+    made = {p.name for p in tmp_path.iterdir()} - {"odd_spaces.py", "file", "__pycache__"}
     assert not made
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_bad_input_is_refused_by_every_script(tmp_path, monkeypatch, script):
     """The same in this process, which is quicker: before a directory is made."""
-    (tmp_path / "spaces.py").write_text(SPACES)
+    (tmp_path / "odd_spaces.py").write_text(SPACES)
     monkeypatch.syspath_prepend(tmp_path)
     module, data = load_script(script), tmp_path / "data"
-    cases = BAD_INPUT[1:3] + BAD_INPUT[3:8] + BAD_INPUT[9:10]
+    cases = BAD_INPUT[1:10] + BAD_INPUT[11:12]
     if script.endswith("_torch"):
         cases = [*cases, (["--device", "quantum"], "--device quantum cannot be used")]
     for flags, message in cases:
@@ -140,7 +187,10 @@ def test_help(script, capsys):
     out = capsys.readouterr().out
     assert not e.value.code and f"{script}.py" in out
     names = [field.name for field in dataclasses.fields(module.Args)]
-    assert all(f"--{name.replace('_', '-')}" in out for name in names)
+    assert all(f"\n  --{name.replace('_', '-')}" in out for name in names)
+    groups = ["Experiment", "Environment", "Training", script.split("_")[0].upper()]
+    assert [out.index(f"\n{group}:\n") for group in groups]
+    assert "discount factor (between 0 and 1; default 0.99)" in " ".join(out.split())
 
 
 def test_works_from_any_directory(tmp_path):

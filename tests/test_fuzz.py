@@ -26,7 +26,7 @@ from hypothesis.extra import numpy as npst
 
 from benchmark import flags, grid, launch, plot
 from benchmark import test_policy as tp
-from common import UsageError, logger
+from common import UsageError, logger, run_dir
 from common.checkpoint import Checkpointer, CheckpointError, tree_from_bytes, tree_to_bytes
 from common.serialization import convert_json, printable, read_json, read_npz, write_json
 
@@ -47,14 +47,14 @@ def examples(n):
 @pytest.fixture(autouse=True, scope="module")
 def quick(tmp_path_factory):
     """Without git and without waiting for the disk, and in an empty directory."""
-    before, logger._git_commit = logger._git_commit, lambda: None
+    before, run_dir._git_commit = run_dir._git_commit, lambda: None
     fsync, os.fsync = os.fsync, lambda fd: None
     here = Path.cwd()
     os.chdir(tmp_path_factory.mktemp("empty"))
     yield
     assert not list(Path.cwd().iterdir())
     os.chdir(here)
-    logger._git_commit, os.fsync = before, fsync
+    run_dir._git_commit, os.fsync = before, fsync
 
 
 def files_in(directory):

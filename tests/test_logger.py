@@ -1,4 +1,4 @@
-"""The run directory: who may write it, and whether others can read what is in it."""
+"""The logger and its run directory: who may write there, and whether others can read it."""
 
 import errno
 import json
@@ -90,7 +90,7 @@ def test_tensorboard_reads_the_events(tmp_path):
     one_epoch(logger, 1, [5.0])  # no checkpoint after this row: a resumed run makes it again
     logger.close_lock()
     logger = start(tmp_path, resume=True)
-    assert logger.load_state()[0] == 1
+    assert logger.load_state()["w"].sum() == 3 and logger.epoch == 1
     one_epoch(logger, 1, [7.0])
     logger.close()
     events = EventAccumulator(str(logger.output_dir)).Reload()
@@ -119,7 +119,9 @@ def test_columns_are_the_same_in_every_row(tmp_path):
 
 def test_statistics_over_ranks(tmp_path):
     source = """
-from common.logger import *
+import numpy as np
+from common.logger import EpochLogger
+from common.mpi_tools import proc_id
 logger = EpochLogger("run")
 if proc_id() == 0:  # rank 1 finished no episode in this epoch
     logger.store(EpRet=2.0)
@@ -173,7 +175,7 @@ def test_resume_refuses_other_arguments(tmp_path):
     with pytest.raises(UsageError, match=r"cannot resume .*: lr was 0.1, is 0.2"):
         start(tmp_path, resume=True, lr=0.2)
     logger = start(tmp_path, resume=True, epochs=5)
-    assert logger.load_state()[0] == 1
+    assert logger.load_state() and logger.epoch == 1
     logger.close()
 
 
@@ -198,7 +200,7 @@ def test_resume_drops_rows_without_checkpoint(tmp_path):
     logger.close_lock()
     elapsed = logger.time()
     logger = start(tmp_path, epochs=9, resume=True)
-    assert logger.load_state()[0] == 1 and logger.time() > 0 and elapsed > 0
+    assert logger.load_state() and logger.epoch == 1 and logger.time() > 0 and elapsed > 0
     assert len((logger.output_dir / "progress.txt").read_text().splitlines()) == 2
     one_epoch(logger, 1, [2.0])
     logger.close()
@@ -210,7 +212,7 @@ def test_killed_before_the_first_status(tmp_path):
     (logger.output_dir / "status.json").unlink()
     logger.close_lock()
     logger = start(tmp_path, resume=True)
-    assert logger.load_state() == (0, None, []) and not logger.finished
+    assert logger.load_state() is None and logger.epoch == 0 and not logger.finished
     logger.close()
 
 
@@ -263,6 +265,131 @@ def test_losses_and_returns_are_finite(tmp_path):
             logger.close()
 
 
+def test_the_end_of_an_epoch(tmp_path, monkeypatch):
+    """Which epochs are left, and when a checkpoint is due: also when a stop was asked for."""
+    logger, saves = start(tmp_path, epochs=7), []
+    logger.save_freq = 3
+    for epoch in logger.epochs_left():
+        one_epoch(logger, epoch, [1.0])
+        saves += [logger.epoch] if logger.save_due() else []
+    assert saves == [3, 6, 7] and logger.close()
+    logger, saves = start(tmp_path, exp_name="stopped", epochs=7), []
+    logger.save_freq = 3
+    for epoch in logger.epochs_left():
+        one_epoch(logger, epoch, [1.0])
+        monkeypatch.setattr("common.logger.stop_requested", lambda e=epoch: e == 3)
+        saves += [logger.epoch] if logger.save_due() else []
+    assert saves == [3, 4] and not logger.close()
+    assert json.loads((logger.output_dir / "status.json").read_text())["status"] == "interrupted"
+
+
+def test_bad_numbers_are_not_saved(tmp_path):
+    logger = start(tmp_path)
+    one_epoch(logger, 0, [1.0])
+    with pytest.raises(FloatingPointError, match="parameter is NaN or infinite on rank 0"):
+        logger.save_state(
+            {}, {"ac": [np.ones(2), np.array([1, np.inf])], "name": "x", "none": None}
+        )
+    logger.close()
+    assert not (logger.output_dir / "policy.npz").exists()
+
+
+def test_no_episode_ended(tmp_path, capsys):
+    """EpRet is nan then; a line says so once, and what to do."""
+    logger = EpochLogger(tmp_path / "run")
+    for returns in ([1.0], [], [], [2.0]):
+        one_epoch(logger, logger.epoch, returns)
+    out = capsys.readouterr().out
+    assert out.count("WARNING: no episode ended in epoch 1, so EpRet is nan") == 1
+    assert out.count("WARNING") == 1 and "Raise --steps-per-epoch" in out
+
+
+# Snapshots ----------------------------------------------------------------------------------------
+
+RETURNS = [1.0, 5.0, 3.0, 9.0, 4.0, 2.0, 6.0]
+
+
+def snapshots(tmp_path, kills=(), test=False, epochs=7):
+    """{file name: epoch in it} of a run that saves every other epoch, killed after some epochs."""
+    args = {"exp_name": f"{kills} {test}", "epochs": epochs}
+    logger = start(tmp_path, **args)
+    kills = list(kills)
+    while True:
+        logger.save_freq, logger.snapshots = 2, True
+        logger.load_state()
+        for epoch in logger.epochs_left():
+            if test:
+                logger.log_tabular("AverageTestEpRet", -RETURNS[epoch])
+            one_epoch(logger, epoch, [RETURNS[epoch]])
+            if logger.save_due() or (kills and kills[0] == epoch and epoch % 2):
+                save(logger)
+            if kills and kills[0] == epoch:
+                kills.pop(0)
+                logger.close_lock()
+                logger = start(tmp_path, resume=True, **args)
+                break
+        else:
+            break
+    logger.close()
+    files = logger.output_dir.glob("policy_*.npz")
+    return {path.name: int(np.load(path)["epoch"]) for path in files}
+
+
+def test_snapshots(tmp_path):
+    """The policy of every save, and the best by return, whether the run is killed or not."""
+    kept = {f"policy_{epoch}.npz": epoch for epoch in (2, 4, 6, 7)}
+    assert snapshots(tmp_path) == kept | {"policy_best.npz": 4}
+    assert snapshots(tmp_path, test=True) == kept | {"policy_best.npz": 6}
+    for kills in ([0], [3], [4], [3, 5], [5, 5]):
+        assert snapshots(tmp_path, kills) == kept | {"policy_best.npz": 4}, kills
+
+
+def test_a_stop_adds_no_snapshot(tmp_path, monkeypatch):
+    """Nor can the policy that is saved there become the best: a run that is left alone has none."""
+    logger = start(tmp_path, epochs=9)
+    logger.save_freq, logger.snapshots = 2, True
+    monkeypatch.setattr("common.logger.stop_requested", lambda: logger.epoch == 3)
+    for epoch in logger.epochs_left():
+        one_epoch(logger, epoch, [RETURNS[epoch] if epoch < 2 else 100.0])
+        if logger.save_due():
+            save(logger)
+    logger.close()
+    names = {path.name for path in logger.output_dir.glob("policy*")}
+    assert names == {"policy.npz", "policy_2.npz", "policy_best.npz"}
+    start(tmp_path, overwrite=True).close()
+    assert not list(logger.output_dir.glob("policy*"))
+
+
+# In one's own program -----------------------------------------------------------------------------
+
+
+def test_spinning_ups_methods(tmp_path, monkeypatch):
+    """Without arguments, Args or a script: a new directory each time."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first, logger = EpochLogger(), EpochLogger()
+    assert first.output_dir.parent == logger.output_dir.parent == tmp_path / "experiments"
+    assert first.output_dir != logger.output_dir
+    logger.save_config({"lr": 1e-3, "net": object, "self": logger})
+    logger.store(Ret=1.0, V=np.arange(4.0))
+    logger.store(Ret=3.0)
+    assert logger.get_stats("Ret") == (2.0, 1.0)
+    logger.log_tabular(key="Epoch", val=0)
+    logger.log_tabular("Ret", None, True)
+    logger.log_tabular("V", average_only=True)
+    logger.dump_tabular()
+    logger.save_state({"w": np.eye(2), "name": "mine"}, {"step": 7})
+    table = pd.read_csv(logger.output_dir / "progress.txt", sep="\t")
+    assert list(table) == ["Epoch", "AverageRet", "StdRet", "MaxRet", "MinRet", "V"]
+    assert table.values.tolist() == [[0, 2, 1, 3, 1, 1.5]]
+    with np.load(logger.output_dir / "policy.npz", allow_pickle=False) as policy:
+        assert policy["w"].tolist() == [[1, 0], [0, 1]] and str(policy["name"]) == "mine"
+    assert json.loads((logger.output_dir / "config.json").read_text())["lr"] == 1e-3
+    logger.close()
+    logger = EpochLogger(logger.output_dir, resume=True)
+    assert logger.load_state() == {"step": 7} and logger.epoch == 1
+    with pytest.raises(ValueError, match="allow_pickle"):
+        logger.save_state({"w": object()})
+
+
 def test_colorize():
     assert colorize("x", "red", bold=True) == "\x1b[1;31mx\x1b[0m"
-    assert isinstance(EpochLogger.progress.__doc__, str)
