@@ -324,13 +324,14 @@ def figure(results, algos, settings=("plain",), height=1.35):
     style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color"), INK)
     style |= {"xtick.color": INK, "ytick.color": INK, "axes.titlesize": 9, "path.simplify": False}
     style |= {"grid.alpha": 0.25, "savefig.transparent": True}
-    end = max(results.runs[results.runs.env.isin([f"{env}-v4" for env in ENVS])].steps)
+    steps = results.runs.groupby(results.runs.script.map(family_of)).steps.max()
     with matplotlib.rc_context(style):
         size = (10, 0.75 + height * len(ENVS))
-        fig, axes = plt.subplots(len(ENVS), len(algos), figsize=size, sharex=True)
+        fig, axes = plt.subplots(len(ENVS), len(algos), figsize=size, sharex="col")
         margin = {"bottom": 0.42 / size[1], "top": 1 - 0.55 / size[1], "hspace": 0.2}
-        fig.subplots_adjust(left=0.065, right=0.995, wspace=0.3, **margin)
+        fig.subplots_adjust(left=0.065, right=0.985, wspace=0.3, **margin)
         for ax, (env, algo) in zip(axes.flat, [(e, a) for e in ENVS for a in algos], strict=True):
+            end = steps.get(family_of(algo), MARKS[-1])
             draw_panel(ax, results, algo, env, end, settings)
             ax.set_xlim(0, end)
             ax.xaxis.set_major_locator(MaxNLocator(2, steps=[1, 2, 5, 10]))
@@ -352,7 +353,10 @@ def figure(results, algos, settings=("plain",), height=1.35):
         text = io.StringIO()
         fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(fig)
-    return re.sub(r"[ \t]+$", "", text.getvalue(), flags=re.M)
+    # Hundredths of a point are enough in a path, and make the file half as large.
+    number = r"(?<=[MLQC ])-?\d+\.\d{3,}(?=[ \"]|$)"
+    short = re.sub(number, lambda m: f"{float(m[0]):.2f}", text.getvalue(), flags=re.M)
+    return re.sub(r" +$", "", short, flags=re.M)
 
 
 # ------------------------------------------------------------------------------------------- pages

