@@ -10,12 +10,15 @@ import time
 from pathlib import Path
 from typing import Literal
 
+import gymnasium as gym
 import numpy as np
 import pytest
 from conftest import ROOT, command, load_script, progress, run, run_dir, wait_for
+from gymnasium import spaces
 
-from common import UsageError
+from common import UsageError, mpi_tools
 from common.args import JsonDict, NonNegInt, PosFloat, PosInt, Sizes, Unit, check_args, parse_args
+from common.cli import make_env
 
 SCRIPTS = sorted(p.stem for p in (ROOT / "algos").glob("*.py"))
 ON_POLICY = [s for s in SCRIPTS if s.split("_")[0] in ("vpg", "trpo", "ppo")]
@@ -150,7 +153,7 @@ def test_bad_input(tmp_path, script):
     (tmp_path / "file").write_text("")
     env = {"COLUMNS": "40"}  # modules in the working directory are found
     base = ["--env-id", "Pendulum-v1", "--data-dir", tmp_path / "data"]
-    cases = BAD_INPUT if script == "ppo_torch" else BAD_INPUT[-3:]
+    cases = BAD_INPUT[:2] + BAD_INPUT[-3:] if script == "ppo_torch" else BAD_INPUT[-1:]
     for flags, message in cases:
         flags = [flag.format(tmp=tmp_path) for flag in flags]
         result = run(script, *base, *flags, check=False, cwd=tmp_path, env=env)
@@ -176,6 +179,9 @@ def test_bad_input_is_refused_by_every_script(tmp_path, monkeypatch, script):
         with pytest.raises(UsageError) as e:
             module.train(parse_args(module.Args, words))
         assert message in str(e.value) and "\n" not in str(e.value)
+    for values in ({"gamma": 1.5}, {"epochs": 0, "overwrite": True}, {"steps_per_epoch": 500.0}):
+        with pytest.raises(UsageError, match="must be"):
+            module.train(module.Args(env_id="Pendulum-v1", data_dir=str(data), **values))
     assert not data.exists()
 
 
@@ -214,8 +220,10 @@ def test_an_existing_run_is_not_harmed(tmp_path):
     run("ppo_torch", *flags, "--overwrite")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "signum, ranks",
+    [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGUSR1, 1), (signal.SIGINT, 2)],
+)
 def test_a_signal_ends_the_run_at_a_clean_cut(tmp_path, signum, ranks):
     flags = [*QUICK, "--epochs", 500, "--save-freq", 500, "--data-dir", tmp_path, "--exp-name", "r"]
     process = subprocess.Popen(
@@ -276,6 +284,166 @@ def test_num_cpu_relaunches_under_mpirun(tmp_path):
     run("ppo_torch", *QUICK, "--epochs", 1, "--num-cpu", 2, "--data-dir", tmp_path)
     config = run_dir(tmp_path, "ppo_torch_CartPole-v1") / "config.json"
     assert json.loads(config.read_text())["ranks"] == 2
+
+
+@pytest.mark.parametrize("cores, ranks", [(1, None), (6, "6")])
+def test_num_cpu_auto_takes_all_cores(monkeypatch, cores, ranks):
+    started = []
+    monkeypatch.setattr(mpi_tools, "cores", lambda: cores)
+    monkeypatch.setattr(os, "execve", lambda path, words, env: started.append(words))
+    mpi_tools.mpi_fork("auto")
+    assert [words[1:3] for words in started] == ([["-np", ranks]] if ranks else [])
+    monkeypatch.setenv("PMI_RANK", "0")  # under an mpirun of the user's: as many as there are
+    mpi_tools.mpi_fork("auto")
+    assert len(started) == bool(ranks)
+
+
+# From Python --------------------------------------------------------------------------------------
+
+TINY = {"steps_per_epoch": 40, "max_ep_len": 20, "epochs": 3, "save_freq": 1, "hidden_sizes": (8,)}
+OFF_POLICY = {"start_steps": 20, "update_after": 20, "update_every": 20, "num_test_episodes": 1}
+INTERRUPTED = """
+left = [90, 10**9]  # steps until Ctrl-C, the first time and the second
+
+class Interrupted(Env):
+    def step(self, action):
+        left[0] -= 1
+        if left[0] == 0:
+            left.pop(0)
+            raise KeyboardInterrupt
+        return super().step(action)
+gym.register("Interrupted-v0", lambda: Interrupted(box, box))
+"""
+
+
+@pytest.mark.parametrize("script", ["ppo_torch", "td3_tf1"])
+def test_ctrl_c_in_a_notebook(tmp_path, monkeypatch, script):
+    """The status says so, and the same process can go on."""
+    (tmp_path / f"ctrl_c_{script}.py").write_text(SPACES + INTERRUPTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = load_script(script)
+    more = {"env_id": f"ctrl_c_{script}:Interrupted-v0", "data_dir": str(tmp_path)}
+    more |= {} if script in ON_POLICY else OFF_POLICY
+    args = module.Args(**TINY, **more, exp_name="run")
+    with pytest.raises(KeyboardInterrupt):
+        module.train(args)
+    directory = run_dir(tmp_path, "run")
+    status = json.loads((directory / "status.json").read_text())
+    assert (status["status"], status["epoch"]) == ("interrupted", 2 if script in ON_POLICY else 1)
+    assert module.train(dataclasses.replace(args, resume=True))
+    assert progress(directory).Epoch.tolist() == [0, 1, 2]
+    assert json.loads((directory / "status.json").read_text())["status"] == "finished"
+
+
+def test_a_run_that_fails_from_python(tmp_path):
+    """Its directory is free for the next one; what is refused leaves the old run as it is."""
+    module = load_script("ppo_torch")
+    args = module.Args(env_id="Pendulum-v1", **TINY, data_dir=str(tmp_path), exp_name="run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "compute_loss_pi", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            module.train(args)
+    status = json.loads((run_dir(tmp_path, "run") / "status.json").read_text())
+    assert (status["status"], status["error"]) == ("failed", "ZeroDivisionError: division by zero")
+    assert module.train(dataclasses.replace(args, overwrite=True))
+    before = (run_dir(tmp_path, "run") / "progress.txt").read_bytes()
+    for values in ({"epochs": 0}, {"gamma": 1.5}, {"env_id": "Nope-v0"}):
+        with pytest.raises(UsageError):
+            module.train(dataclasses.replace(args, overwrite=True, **values))
+    assert (run_dir(tmp_path, "run") / "progress.txt").read_bytes() == before
+
+
+@pytest.mark.parametrize("datestamp", [False, True])
+def test_resume_takes_the_arguments_of_a_directory(tmp_path, monkeypatch, datestamp):
+    module = load_script("ppo_torch")
+    monkeypatch.chdir(tmp_path)
+    args = module.Args(
+        env_id="Pendulum-v1", **TINY, gamma=0.5, env_kwargs={"g": 9.0}, datestamp=datestamp
+    )
+    assert module.train(args)
+    (directory,) = Path("data").glob("*/*")
+    monkeypatch.chdir("/")
+    directory = tmp_path / directory
+    again = parse_args(module.Args, ["--resume", str(directory)])
+    fixed = {"resume", "datestamp", "exp_name"}
+    old, new = vars(args), vars(again)
+    assert {k for k in old if old[k] != new[k]} <= fixed and new["resume"] == str(directory)
+    assert module.train(again)  # a no-op
+    assert module.train(parse_args(module.Args, ["--epochs", "4", "--resume", str(directory)]))
+    assert progress(directory).Epoch.tolist() == [0, 1, 2, 3] and len(os.listdir(tmp_path)) == 1
+    for words, text in (
+        (["--resume", str(directory), "--gamma", "0.9"], "gamma was 0.5, is 0.9"),
+        (["--resume", str(directory.parent)], "cannot resume .*config.json"),
+        (["--resume", str(directory), "--overwrite"], "exclude each other"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            module.train(parse_args(module.Args, words))
+    with pytest.raises(UsageError, match=r"script was ppo_torch\.py, is vpg_torch\.py"):
+        vpg = load_script("vpg_torch")
+        vpg.train(parse_args(vpg.Args, ["--resume", str(directory)]))
+    (directory / "config.json").write_text('{"gamma": "high"}')
+    with pytest.raises(UsageError, match="--gamma must be of type float"):
+        parse_args(module.Args, ["--resume", str(directory)])
+
+
+# Observation spaces -------------------------------------------------------------------------------
+
+BOX = spaces.Box(-1, 1, (2,))
+FLATTENED = [
+    ("Discrete(4)", spaces.Discrete(4), 4),
+    ("from 5", spaces.Discrete(3, start=5), 3),
+    ("MultiDiscrete", spaces.MultiDiscrete([2, 3]), 5),
+    ("MultiBinary", spaces.MultiBinary(3), 3),
+    ("Tuple", spaces.Tuple([spaces.Discrete(2), BOX]), 4),
+    ("Dict", spaces.Dict({"a": BOX, "b": spaces.Dict({"c": spaces.MultiBinary((2, 2))})}), 6),
+    ("matrix", spaces.Box(-1, 1, (2, 3)), 6),
+]
+
+
+class AnySpace(gym.Env):
+    """Observations of any space, at random; actions [-1, 1]^2."""
+
+    action_space = BOX
+
+    def __init__(self, space):
+        self.observation_space = space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+@pytest.mark.parametrize("name, space, size", FLATTENED, ids=[name for name, *_ in FLATTENED])
+def test_observations_are_flattened(monkeypatch, name, space, size):
+    """As Gymnasium's own `flatten` has it: categories one-hot, one after another."""
+    monkeypatch.setitem(gym.registry, "Any-v0", gym.envs.registration.EnvSpec("Any-v0", AnySpace))
+    env = make_env("Any-v0", {"space": space}, (spaces.Box,), bounded=True)
+    seen, _ = env.reset(seed=3)
+    space.seed(3)
+    np.testing.assert_array_equal(seen, spaces.flatten(space, space.sample()))
+    assert seen.shape == env.observation_space.shape == (size,)
+    assert env.step(np.zeros(2))[0].shape == (size,)
+
+
+@pytest.mark.parametrize("script", ["ppo_torch", "trpo_tf1", "sac_torch", "ddpg_tf1"])
+def test_scripts_train_on_flattened_observations(tmp_path, monkeypatch, script):
+    """Gymnasium's own environments where actions are discrete, and one of this file."""
+    monkeypatch.setitem(gym.registry, "Any-v0", gym.envs.registration.EnvSpec("Any-v0", AnySpace))
+    module, on_policy = load_script(script), script in ON_POLICY
+    cases = [("Any-v0", {"space": FLATTENED[5][1]}, 6)]
+    if on_policy:
+        cases += [("FrozenLake-v1", {}, 16), ("Blackjack-v1", {}, 32 + 11 + 2)]
+    more = {} if on_policy else OFF_POLICY | ({"compile": False} if "torch" in script else {})
+    for env_id, env_kwargs, size in cases:
+        args = module.Args(env_id=env_id, env_kwargs=env_kwargs, **TINY, **more, exp_name=env_id,
+                           data_dir=str(tmp_path))  # fmt: skip
+        assert module.train(args)
+        with np.load(run_dir(tmp_path, env_id) / "policy.npz") as policy:
+            assert policy["weight_0"].shape == (size, 8)
 
 
 def rows(directory):
