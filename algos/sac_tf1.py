@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any directory
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # find common/ from any directory
 
 import numpy as np
 from gymnasium.spaces import Box

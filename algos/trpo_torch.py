@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Literal
 
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")  # threads wait 0.1 ms, not 10, before they sleep
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # find common/ from any directory
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # find common/ from any directory
 
 import numpy as np
 import torch

@@ -31,6 +31,7 @@ from tqdm import tqdm
 from common import UsageError, run_dir
 from common.checkpoint import Checkpointer
 from common.mpi_tools import (
+    barrier,
     broadcast,
     check_finite,
     mpi_statistics_scalar,
@@ -306,6 +307,7 @@ class Logger:
             self.checkpointer.save(self.epoch, {**saved, "best": self.best}, buffer)
         if proc_id() == 0:
             self.write_status("running")
+        barrier()  # so that a rank that fails right after this has the last word in status.json
 
     def _save_policy(self, policy):
         """Write policy.npz; its snapshots too, at the saves that an undisturbed run makes."""

@@ -12,7 +12,15 @@ import torch
 
 from common import UsageError
 from common.cpu import keep_freed_memory, switch_mkl
-from common.mpi_tools import allreduce, barrier, broadcast, num_procs, proc_id, threads_per_rank
+from common.mpi_tools import (
+    allreduce,
+    barrier,
+    broadcast,
+    check_finite,
+    num_procs,
+    proc_id,
+    threads_per_rank,
+)
 from common.serialization import write_atomically
 
 switch_mkl(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
@@ -179,7 +187,12 @@ def sync_params(module):
 
 
 def save_model(module, output_dir):
-    """Write torch_save/model.pt in the run directory: the state_dict, for `weights_only=True`."""
+    """Write torch_save/model.pt in the run directory: the state_dict, for `weights_only=True`.
+
+    Raises:
+        FloatingPointError: on all ranks, if a parameter is NaN or infinite; nothing was written.
+    """
+    check_finite("the networks", parameter=to_arrays(module.state_dict()))
     if proc_id() == 0:
         path = Path(output_dir, "torch_save", "model.pt")
         path.parent.mkdir(exist_ok=True)

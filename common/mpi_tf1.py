@@ -12,7 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from common.mpi_tools import allreduce, broadcast, num_procs, proc_id, threads_per_rank
+from common.mpi_tools import (
+    allreduce,
+    broadcast,
+    check_finite,
+    num_procs,
+    proc_id,
+    threads_per_rank,
+)
 
 
 def _load_tensorflow():
@@ -172,7 +179,11 @@ def save_model(sess, inputs, outputs, output_dir):
 
     Args:
         inputs, outputs: dicts of tensors by name.
+
+    Raises:
+        FloatingPointError: on all ranks, if a parameter is NaN or infinite; nothing was written.
     """
+    check_finite("the networks", parameter=sess.run(tf.trainable_variables()))
     if proc_id() > 0:
         return
     path, temporary = Path(output_dir, "tf1_save"), Path(output_dir, ".tf1_save.tmp")

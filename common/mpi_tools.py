@@ -11,6 +11,7 @@ import functools
 import os
 import shutil
 import sys
+import time
 
 import numpy as np
 
@@ -142,6 +143,7 @@ def mpi_abort(code):
         with contextlib.suppress(OSError):  # where nobody reads any more
             stream.flush()
     if num_procs() > 1:
+        time.sleep(0.5)  # mpirun drops what it has not passed on by then
         _mpi().COMM_WORLD.Abort(code)
     os._exit(code)
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib.util
+import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -10,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -102,12 +105,44 @@ def progress(directory, without_time=True):
     return table.drop(columns="Time") if without_time else table
 
 
-def wait_for(condition, seconds=60):
+def read_status(directory):
+    """status.json of a run, as a dict."""
+    return json.loads(Path(directory, "status.json").read_text())
+
+
+def saved_epochs(directory):
+    """Epochs that a run has checkpoints of, and 0, from which it can start at any time."""
+    return [0, *sorted(int(p.name[-6:]) for p in Path(directory).glob("checkpoint/epoch_*"))]
+
+
+def contents(directory):
+    """{path: bytes} of all files below a directory, except locks."""
+    paths = [p for p in sorted(Path(directory).rglob("*")) if p.is_file() and p.name != ".lock"]
+    return {str(p.relative_to(directory)): p.read_bytes() for p in paths}
+
+
+def assert_same_run(a, b):
+    """Two runs have the same table, column Time apart, and end with the same policy."""
+    pd.testing.assert_frame_equal(progress(a), progress(b), check_exact=True)
+    with np.load(a / "policy.npz") as x, np.load(b / "policy.npz") as y:
+        assert sorted(x) == sorted(y) and all((x[key] == y[key]).all() for key in x)
+
+
+def wait_until(condition, seconds=60):
     """Fail the test if a condition does not come true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
+
+
+wait_for = wait_until
+
+
+def processes(word):
+    """Ids of the processes with a word (a directory of the test, say) in their command line."""
+    listing = subprocess.run(["ps", "-Aww", "-o", "pid=,args="], capture_output=True, text=True)
+    return [int(line.split()[0]) for line in listing.stdout.splitlines() if str(word) in line]
 
 
 def kill_all(pid):
@@ -116,3 +151,22 @@ def kill_all(pid):
     os.kill(pid, signal.SIGKILL)
     for child in children.stdout.split():
         kill_all(int(child))
+
+
+class Planted:
+    """Unpickling it creates the file that the environment variable PLANTED names."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path(os.environ["PLANTED"]),))
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """A pickle of `Planted`, as bytes. The test fails if anything has executed it in the end."""
+    path = tmp_path / "executed"
+    monkeypatch.setenv("PLANTED", str(path))
+    pickle.loads(pickle.dumps(Planted()))
+    assert path.exists()  # the pickle works
+    path.unlink()
+    yield pickle.dumps(Planted())
+    assert not path.exists()

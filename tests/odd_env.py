@@ -22,7 +22,6 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box
 
-from common import checkpoint
 from common.mpi_tools import num_procs, proc_id
 
 
@@ -35,7 +34,7 @@ class Fault:
         self.env = None  # the environment that it lies in wait in: the first, not the one for tests
         self.where, self.how = wanted.get("where"), wanted.get("how")
         self.told = wanted.get("told")
-        self.nan = False
+        self.nan, self.syncs = False, 0
 
     def step(self, env):
         self.env = self.env or env
@@ -49,25 +48,19 @@ class Fault:
                 else:
                     script.ReplayBuffer.sample = self.happen
             elif self.where == "save":
-                checkpoint._write = self.write
+                os.fsync = self.fsync
 
     def reset(self, env):
         if env is self.env and env.steps >= self.at > 0 and self.where == "reset":
             self.happen()
 
-    write_file = staticmethod(checkpoint._write)
-
-    def write(self, path, tree):
-        """In the middle of a save: its file is written, and neither synced nor renamed."""
-        fsync = os.fsync
-
-        def faulty(fd):
-            os.fsync = fsync
+    def fsync(self, fd, real=os.fsync):
+        """In the middle of a save: some files are there, this one is not yet synced and renamed."""
+        self.syncs += 1
+        if self.syncs == 3:
+            os.fsync = real
             self.happen()
-            fsync(fd)
-
-        checkpoint._write, os.fsync = self.write_file, faulty
-        return self.write_file(path, tree)
+        real(fd)
 
     def happen(self, *args):
         Path(self.told).write_text(str(time.time()))

@@ -1,30 +1,28 @@
 """Whatever lies in a file, or is asked for: the right answer or a refusal, nothing in between.
 
-The examples are the same in every run. `FUZZ=10 pytest tests/test_fuzz.py` tries ten times as many
-and new ones each time.
+The examples are the same in every run, and few; `FUZZ=30 pytest tests/test_fuzz.py` tries thirty
+times as many, and new ones each time. The last test does that.
 """
 
 import copy
-import dataclasses
 import io
 import json
 import os
 import re
 import shutil
-import struct
+import subprocess
+import sys
 import tempfile
-import tracemalloc
-import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, Args
+from conftest import ROOT, Args, contents
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from benchmark import flags, grid, launch, plot
+from benchmark import grid, launch, plot
 from benchmark import test_policy as tp
 from common import UsageError, logger, run_dir
 from common.checkpoint import Checkpointer, CheckpointError, tree_from_bytes, tree_to_bytes
@@ -55,12 +53,6 @@ def quick(tmp_path_factory):
     assert not list(Path.cwd().iterdir())
     os.chdir(here)
     run_dir._git_commit, os.fsync = before, fsync
-
-
-def files_in(directory):
-    """{path: bytes} of all files in a directory, except the lock."""
-    paths = [p for p in sorted(Path(directory).rglob("*")) if p.is_file() and p.name != ".lock"]
-    return {str(p.relative_to(directory)): p.read_bytes() for p in paths}
 
 
 # ------------------------------------------------------------------------------------------ damage
@@ -94,12 +86,6 @@ def damage(draw, data, others=()):
 # -------------------------------------------------------------------------------------------- JSON
 
 
-@dataclasses.dataclass
-class Config:
-    value: object
-    sizes: tuple = (64, 64)
-
-
 class Plain:
     def __init__(self, value):
         self.value = value
@@ -116,51 +102,24 @@ class Rude:
 
 
 SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.sampled_from([1, -1]).map(lambda sign: sign * 10**5000),
-    st.sampled_from([2**64, 1e308, -0.0, float("nan"), float("inf")]),
-    st.floats(),
-    st.text(),
-    st.text(st.characters(categories=["Cs", "Cc"])),
-    st.binary(max_size=8),
-    st.complex_numbers(),
-    st.builds(Rude),
-    st.datetimes(),
-    st.builds(np.float16, st.floats(width=16)),
-    st.builds(np.float32, st.floats(width=32)),
-    st.builds(np.longdouble, st.floats()),
-    st.builds(np.uint64, st.integers(0, 2**64 - 1)),
-    st.builds(np.str_, st.text()),
-    st.sampled_from([np.timedelta64("NaT"), np.timedelta64(3, "s"), np.datetime64("NaT"), np.pi]),
-    st.sampled_from([print, Config, np, lambda: 0, Path("a"), object(), ..., range(3)]),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.binary(max_size=8),
+    st.text() | st.text(st.characters(categories=["Cs", "Cc"])),
+    st.integers(5000, 5001).map(lambda n: 10**n),
+    st.sampled_from([2**64, -0.0, np.float16("nan"), np.datetime64("NaT"), np.str_("a")]),
+    st.sampled_from([print, Plain, np, lambda: 0, Path("a"), object(), ..., 1j]) | st.builds(Rude),
     npst.arrays(npst.scalar_dtypes(), npst.array_shapes(min_dims=0, min_side=0, max_side=3)),
 )
-KEYS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.tuples(st.text())
+OBJECTS = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.builds(Plain, inner),
+        st.dictionaries(st.none() | st.floats() | st.text() | st.tuples(st.text()), inner),
+    ),
+    max_leaves=12,
+)
 
 
-def object_array(value):
-    array = np.empty(1, dtype=object)
-    array[0] = [value]
-    return array
-
-
-def containers(inner):
-    return st.one_of(
-        st.lists(inner, max_size=4),
-        st.tuples(inner, inner),
-        st.dictionaries(KEYS, inner, max_size=4),
-        st.builds(Config, inner),
-        st.builds(Plain, inner),
-        st.builds(object_array, inner),
-    )
-
-
-OBJECTS = st.recursive(SCALARS, containers, max_leaves=12)
-
-
-@examples(250)
+@examples(25)
 @given(OBJECTS, st.sampled_from(["", "cycle", "deep"]))
 def test_convert_json_of_any_object(obj, twist):
     """Strict JSON that reads back as it was, and converts to itself."""
@@ -173,13 +132,12 @@ def test_convert_json_of_any_object(obj, twist):
     converted = convert_json(obj)
     assert json.loads(json.dumps(converted, allow_nan=False)) == converted
     assert convert_json(converted) == converted
-    path = Path(tempfile.gettempdir(), f"fuzz_{os.getpid()}.json")
-    write_json(path, {"object": obj})
-    assert read_json(path) == convert_json({"object": obj})
-    path.unlink()
+    with tempfile.TemporaryDirectory() as directory:
+        write_json(Path(directory, "a.json"), {"object": obj})
+        assert read_json(Path(directory, "a.json")) == convert_json({"object": obj})
 
 
-@examples(150)
+@examples(15)
 @given(st.data())
 def test_read_json_of_any_bytes(data):
     """A dict or a ValueError that names the file."""
@@ -194,7 +152,7 @@ def test_read_json_of_any_bytes(data):
             assert str(path) in str(e)
 
 
-@examples(100)
+@examples(10)
 @given(st.text() | st.text(st.characters(categories=["Cc", "Cs", "Zl", "Cf"])), st.integers(3, 50))
 def test_printable_is_one_line(text, length):
     said = printable(text, length)
@@ -213,7 +171,7 @@ NAMES = st.one_of(
 )
 
 
-@examples(200)
+@examples(20)
 @given(NAMES, NAMES, st.integers(0, 2**64), st.booleans())
 def test_a_run_is_made_inside_data_dir_or_not_at_all(exp_name, env_id, seed, datestamp):
     with tempfile.TemporaryDirectory() as directory:
@@ -282,7 +240,7 @@ def sweep_texts(draw):
     return "\n".join(f"{toml(key)} = {toml(value)}" for key, value in top.items()).encode()
 
 
-@examples(400)
+@examples(40)
 @given(sweep_texts())
 def test_any_sweep_is_planned_inside_data_dir_or_refused(text):
     with tempfile.TemporaryDirectory() as directory:
@@ -304,25 +262,6 @@ def test_any_sweep_is_planned_inside_data_dir_or_refused(text):
         assert [p.name for p in Path(directory).iterdir()] == ["sweep.toml"]
 
 
-@examples(150)
-@given(st.data())
-def test_flags_of_any_script_are_read_or_refused(data):
-    """A script is read, never imported: whatever its text, there are fields or one line."""
-    source = FAKE.read_bytes()
-    start = source.index(b"@dataclass")
-    part = source[start : source.index(b"def parse_args")]
-    text = data.draw(damage(part).map(lambda part: source[:start] + part) | st.binary(max_size=60))
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory, "script.py")
-        path.write_bytes(text)
-        try:
-            fields = flags.read_fields(path)
-        except UsageError as e:
-            assert str(path) in str(e)
-        else:
-            assert all(isinstance(field, flags.Field) for field in fields.values())
-
-
 # ------------------------------------------------------------------------------------- checkpoints
 
 
@@ -331,8 +270,13 @@ def state_of(epoch):
     return {"w": rng.normal(size=(3, 4)), "t": epoch, "steps": [np.int64(epoch), None, "é"]}
 
 
-def journal_of(epoch):
-    return {"count": epoch, "rows": np.full((2, 3), epoch, np.float32)}
+class Buffer:
+    """A replay buffer of four rows after `count` transitions."""
+
+    def __init__(self, count=0):
+        self.data, self.count = np.zeros((4, 1), np.float32), count
+        for i in range(count):
+            self.data[i % 4] = i
 
 
 @pytest.fixture(scope="module")
@@ -341,18 +285,15 @@ def saved(tmp_path_factory):
     directory = tmp_path_factory.mktemp("saved")
     saver = Checkpointer(directory)
     for epoch in (1, 2, 3):
-        saver.save(epoch, state_of(epoch), journal_of(epoch))
-    return directory, files_in(directory)
+        saver.save(epoch, state_of(epoch), Buffer(2 * epoch))
+    return directory, contents(directory)
 
 
-def assert_is_epoch(loaded):
+def assert_is_epoch(epoch, state, buffer):
     """What `Checkpointer.load` returned is what was saved after that epoch, to the bit."""
-    epoch, state, journal = loaded
     assert epoch in (2, 3)
     assert tree_to_bytes(state) == tree_to_bytes(tree_from_bytes(tree_to_bytes(state_of(epoch))))
-    assert [part["count"] for part in journal] == list(range(1, epoch + 1))
-    for part in journal:
-        np.testing.assert_array_equal(part["rows"], journal_of(part["count"])["rows"])
+    assert buffer.count == 2 * epoch and (buffer.data == Buffer(2 * epoch).data).all()
 
 
 def edited(manifest, where, value):
@@ -365,32 +306,33 @@ def edited(manifest, where, value):
     return json.dumps(manifest).encode()
 
 
-@examples(500)
+@examples(50)
 @given(st.data())
 def test_a_damaged_checkpoint_is_never_mistaken_for_another(saved, capsys, data):
     """It loads what was saved, or what was saved before it, or CheckpointError is raised."""
-    original, contents = saved
+    original, files = saved
     with tempfile.TemporaryDirectory() as directory:
         directory = Path(directory, "checkpoint")
         shutil.copytree(original, directory)
         for _ in range(data.draw(st.integers(1, 2))):
-            name = data.draw(st.sampled_from(sorted(contents)))
+            name = data.draw(st.sampled_from(sorted(files)))
             if name.endswith("manifest.json") and data.draw(st.booleans()):
-                manifest = json.loads(contents[name])
+                manifest = json.loads(files[name])
                 where = data.draw(st.sampled_from([*manifest, *manifest["files"]]))
                 values = st.sampled_from(["gone", None, 0, 1, 2, 3, [], {}, "a" * 64])
                 hurt = edited(manifest, where, data.draw(values))
             else:
-                hurt = data.draw(damage(contents[name], contents.values()))
+                hurt = data.draw(damage(files[name], files.values()))
             (directory / name).write_bytes(hurt)
         try:
-            assert_is_epoch(Checkpointer(directory).load())
+            buffer = Buffer()
+            assert_is_epoch(*Checkpointer(directory).load(buffer), buffer)
         except CheckpointError as e:
             assert "no usable checkpoint" in str(e) or "ranks" in str(e)
     capsys.readouterr()
 
 
-@examples(200)
+@examples(20)
 @given(st.data())
 def test_bytes_that_are_no_tree(data):
     valid = tree_to_bytes({"a": [np.ones(3), {"b": "text"}], "c": None})
@@ -405,91 +347,36 @@ def test_bytes_that_are_no_tree(data):
 
 def policy_bytes():
     rng, file = np.random.default_rng(0), io.BytesIO()
-    arrays = {"activation": "tanh", "distribution": "gaussian", "epoch": 7}
-    arrays |= {"weight_0": rng.normal(size=(3, 4)), "bias_0": rng.normal(size=4)}
+    arrays = {"weight_0": rng.normal(size=(3, 4)), "bias_0": rng.normal(size=4)}
     arrays |= {"weight_1": rng.normal(size=(4, 2)), "bias_1": rng.normal(size=2)}
     arrays |= {"log_std": np.zeros(2), "act_low": -np.ones(2), "act_high": np.ones(2)}
-    floats = {k: np.float32(v) if isinstance(v, np.ndarray) else v for k, v in arrays.items()}
-    np.savez(file, **floats)
+    arrays = {key: x.astype(np.float32) for key, x in arrays.items()}
+    np.savez(file, **arrays, activation="tanh", distribution="gaussian", epoch=7)
     return file.getvalue()
 
 
 POLICY = policy_bytes()
-HEADERS = st.builds(
-    "{{'descr': {}, 'fortran_order': {}, 'shape': {}, }}".format,
-    st.sampled_from(["'<f4'", "'|O'", "'<U0'", "'|V0'", "'<f8'", "[('a', '<f4')]", "'<M8[s]'"]),
-    st.sampled_from(["False", "True", "1", "None"]),
-    st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**40, 2**63, 10**30]), max_size=3).map(tuple),
-)
-MEMBERS = st.tuples(
-    st.sampled_from(["x.npy", "weight_0.npy", "activation.npy", "layers.npy", "x", "../x.npy"]),
-    HEADERS,
-    st.binary(max_size=64),
-    st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA]),
-)
 
 
-def archive_of(members, base):
-    file = io.BytesIO(base)
-    with zipfile.ZipFile(file, "a" if base else "w") as archive:
-        for name, header, content, compression in members:
-            head = header.encode() + b"\n"
-            npy = b"\x93NUMPY\1\0" + struct.pack("<H", len(head)) + head + content
-            archive.writestr(name, npy, compression)
-    return file.getvalue()
-
-
-@examples(300)
+@examples(30)
 @given(st.data())
-@pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_any_policy_file_is_the_one_saved_or_refused(data):
-    """Damage never changes a policy unnoticed, and no file takes memory that it has not itself."""
-    made = st.builds(archive_of, st.lists(MEMBERS, max_size=3), st.sampled_from([b"", POLICY]))
-    built = data.draw(st.booleans())
-    content = data.draw(made) if built else data.draw(damage(POLICY) | st.binary(max_size=200))
+    """Damage never changes a policy unnoticed."""
+    content = data.draw(damage(POLICY) | st.binary(max_size=200))
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "policy.npz")
         path.write_bytes(content)
-        tracemalloc.start()
         try:
             policy = tp.read_policy(path)
         except UsageError as e:
             assert "is no policy" in str(e)
-            policy = None
-        finally:
-            peak = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-        assert peak < 2**20
-    if policy is not None:
-        expected = read_npz(io.BytesIO(POLICY))
-        layers = [(expected[f"weight_{i}"], expected[f"bias_{i}"]) for i in range(2)]
-        for mine, theirs in zip(policy["layers"], layers, strict=True):
-            np.testing.assert_array_equal(mine[0], theirs[0])
-            np.testing.assert_array_equal(mine[1], theirs[1])
-        assert policy["epoch"] == 7 and policy["activation"] == "tanh"
-
-
-ARRAYS = npst.arrays(
-    st.sampled_from(["<f4", "<f8", "<i8", "|b1", "|u1", "<f2", "<U3"]),
-    npst.array_shapes(min_dims=0, min_side=0, max_dims=4),
-)
-
-
-@examples(100)
-@given(st.dictionaries(st.text("abc_0", min_size=1, max_size=4), ARRAYS, max_size=4), st.booleans())
-def test_arrays_round_trip(arrays, fortran):
-    """What np.savez writes of plain arrays comes back as np.load has it, in its order, writable."""
-    arrays = {k: np.asfortranarray(v) if fortran else v for k, v in arrays.items()}
-    file = io.BytesIO()
-    np.savez(file, **arrays)
-    loaded = read_npz(file)
-    assert list(loaded) == list(arrays)
-    file.seek(0)
-    for name, array in np.load(file, allow_pickle=False).items():
-        mine = loaded[name]
-        assert mine.dtype == array.dtype and mine.shape == array.shape and mine.flags.writeable
-        assert mine.flags.f_contiguous == array.flags.f_contiguous
-        assert mine.tobytes() == array.tobytes()
+            return
+    expected = read_npz(io.BytesIO(POLICY))
+    for i, (W, b) in enumerate(policy["layers"]):
+        np.testing.assert_array_equal(W, expected[f"weight_{i}"])
+        np.testing.assert_array_equal(b, expected[f"bias_{i}"])
+    assert len(policy["layers"]) == 2
+    assert policy["epoch"] == 7 and policy["activation"] == "tanh"
 
 
 # ------------------------------------------------------------------------------- a run's text files
@@ -511,49 +398,47 @@ def run_on_disk(tmp_path_factory):
     return run.output_dir
 
 
-@examples(300)
+@examples(30)
 @given(st.data())
 def test_a_run_with_damaged_files_is_resumed_or_left_alone(run_on_disk, capsys, data):
     """Refused, with not a byte changed, or taken up after the newest checkpoint."""
     names = ["config.json", "status.json", "progress.txt"]
-    contents = {name: (run_on_disk / name).read_bytes() for name in names}
+    originals = {name: (run_on_disk / name).read_bytes() for name in names}
     name = data.draw(st.sampled_from(names))
-    hurt = data.draw(damage(contents[name], contents.values()) | st.binary(max_size=60))
+    hurt = data.draw(damage(originals[name], originals.values()) | st.binary(max_size=60))
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory, "r", "r_s3")
         shutil.copytree(run_on_disk, target)
         (target / name).write_bytes(hurt)
-        before = files_in(directory)
+        before = contents(directory)
         args = Args(data_dir=directory, exp_name="r", resume=True, epochs=5)
         run = None
         try:
             run = logger.start_run(args, "x.py")
             before = {**before, **dict.fromkeys(("config.json", "status.json"))}
-            epoch, state, _ = run.load_state()
+            state = run.load_state()
         except UsageError as e:
             assert str(e).isprintable()
-            after = files_in(directory)
+            after = contents(directory)
             assert after.keys() == {k for k in before if before[k] is not None}
             assert after["r/r_s3/progress.txt"] == before["r/r_s3/progress.txt"]
             if run is None:
                 assert after == before
         else:
-            assert epoch == 2 and state["w"].tolist() == [1, 1, 1]
+            assert run.epoch == 2 and state["w"].tolist() == [1, 1, 1]
             rows = (target / "progress.txt").read_bytes().splitlines()
             assert len(rows) == 3
             if name != "progress.txt":
                 assert b"\n".join(rows) + b"\n" == b"".join(
-                    contents["progress.txt"].splitlines(keepends=True)[:3]
+                    originals["progress.txt"].splitlines(keepends=True)[:3]
                 )
         finally:
             if run:
                 run.close_lock()
-                if run.events:
-                    run.events.close()
     capsys.readouterr()
 
 
-@examples(150)
+@examples(15)
 @given(st.data())
 def test_a_damaged_run_keeps_no_other_from_being_plotted(run_on_disk, capsys, data):
     """Nor from being counted by grid.py's overview."""
@@ -577,3 +462,11 @@ def test_a_damaged_run_keeps_no_other_from_being_plotted(run_on_disk, capsys, da
         changed = launch.place(run)
         assert changed == "" or changed.isprintable()
     capsys.readouterr()
+
+
+@pytest.mark.slow
+def test_in_bulk():
+    """All of the above with thirty times the examples, drawn anew."""
+    words = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow", __file__]
+    done = subprocess.run(words, env={**os.environ, "FUZZ": "30"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-10_000:]

