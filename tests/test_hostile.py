@@ -98,7 +98,7 @@ def test_pickles_under_every_name_of_a_run(tmp_path, script, planted):
 
 OUTCOMES = {
     "config.json": "config.json is damaged",
-    "progress.txt": "progress.txt has fewer rows",
+    "progress.txt": "progress.txt is damaged",
     "status.json": None,
     "policy.npz": None,
     ".lock": None,
