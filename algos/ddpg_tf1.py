@@ -3,14 +3,17 @@
     python algos/ddpg_tf1.py --env-id HalfCheetah-v4
     mpirun -np 4 python algos/ddpg_tf1.py --env-id Hopper-v4
 
-Learn Q by the Bellman equation from whatever experience there is, and a deterministic policy that
-goes up Q's gradient. Slowly moving copies of both say what the next state is worth:
+Learn Q from replayed experience by the Bellman equation, and a deterministic policy by gradient
+ascent on Q. Slowly updated copies of both networks, the targets, value the next state:
 
     y     = r + gamma (1 - d) Q_targ(s', pi_targ(s'))
     L(Q)  = E[ (Q(s, a) - y)^2 ]        L(pi) = -E[ Q(s, pi(s)) ]
 
-Diff me against td3_tf1.py: what keeps the policy from exploiting Q's errors.
+Diff me against td3_tf1.py: two Q functions, target noise, a delayed policy.
 Diff me against ddpg_torch.py: the same algorithm in PyTorch.
+
+From common/: the command line and checks (args, cli), the run directory, table and checkpoints
+(logger), ranks and their random numbers (mpi_tools), Adam averaged over ranks (mpi_tf1).
 """
 
 import sys
@@ -116,10 +119,6 @@ class DeterministicActor:
         """obs [B, obs_dim] -> a [B, act_dim]."""
         return tf.tanh(self.net(obs))
 
-    def outputs(self, obs):
-        """What the SavedModel gives for obs [B, obs_dim]: the action without noise."""
-        return {"act": self(obs)}
-
 
 class QFunction:
     """Q(s, a)."""
@@ -176,14 +175,14 @@ def to_env(a, space):
 class ReplayBuffer:
     """The newest `size` transitions of this rank, in the rows of one array: o, a, r, o2, d.
 
-    o2 is the observation that followed, not that of a reset. d is 1 only if o2 is terminal, worth
-    0: an episode that a time limit or the end of an epoch cut would have gone on.
+    o2 is the observation that followed, never that of a reset. d is 1 only if o2 is terminal, and
+    0 where a time limit or the end of an epoch cut the episode: the backup then counts Q of o2.
     """
 
     def __init__(self, obs_dim, act_dim, size):
         widths = [obs_dim, act_dim, 1, obs_dim, 1]
         self.columns = np.cumsum(widths)[:-1]
-        self.data = np.zeros((size, sum(widths)), dtype=np.float32)  # takes memory as it is written
+        self.data = np.zeros((size, sum(widths)), dtype=np.float32)  # memory is used as rows fill
         self.count = 0  # transitions ever stored
 
     def store(self, o, a, r, o2, d):
@@ -192,10 +191,9 @@ class ReplayBuffer:
         self.count += 1
 
     def sample(self, shape, rng):
-        """Draw transitions with replacement, for many gradient steps in one go.
+        """Draw transitions with replacement; `shape` is (gradient steps, batch size).
 
-        Returns:
-            obs [*shape, obs_dim], act [*shape, act_dim], rew [*shape], obs2, done [*shape].
+        Returns obs [*shape, obs_dim], act [*shape, act_dim], rew [*shape], obs2, done [*shape].
         """
         rows = self.data[rng.integers(min(self.count, len(self.data)), size=shape)]
         obs, act, rew, obs2, done = np.split(rows, self.columns, axis=-1)
@@ -206,7 +204,7 @@ class ReplayBuffer:
 
 
 def compute_backup(ac_targ, rew, obs2, done, gamma):
-    """y = r + gamma (1 - d) Q_targ(s', pi_targ(s')), [B]."""
+    """y = r + gamma (1 - d) Q_targ(s', pi_targ(s')); rew, done, y [B], obs2 [B, obs_dim]."""
     q_targ = ac_targ.q(obs2, ac_targ.pi(obs2))
     return tf.stop_gradient(rew + gamma * (1 - done) * q_targ)
 
@@ -217,7 +215,7 @@ def compute_loss_q(q, backup):
 
 
 def compute_loss_pi(ac, obs):
-    """-E[Q(s, pi(s))], []."""
+    """-E[Q(s, pi(s))]; obs [B, obs_dim] -> []."""
     q_pi = ac.q(obs, ac.pi(obs))
     return -tf.reduce_mean(q_pi)
 
@@ -258,26 +256,28 @@ def train(args):
     pi_vars, q_vars = tf.trainable_variables("ac/pi/"), tf.trainable_variables("ac/q/")
     pi_optimizer = MpiAdamOptimizer(args.pi_lr, name="pi_optimizer")
     q_optimizer = MpiAdamOptimizer(args.q_lr, name="q_optimizer")
+    n_pi, n_q = (sum(p.shape.num_elements() for p in params) for params in (pi_vars, q_vars))
+    logger.log(f"Number of parameters: pi {n_pi}, q {n_q}")
     buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
 
-    # One gradient step: a graph of its own, from the batch to the new target networks. Variables
-    # change while it runs, so it says what comes first.
+    # One gradient step: one graph from the batch to the new target networks. It changes variables
+    # that it reads, so control dependencies fix the order.
     obs_ph, obs2_ph = (tf.placeholder(tf.float32, [local_batch_size, obs_dim]) for _ in range(2))
     act_ph = tf.placeholder(tf.float32, [local_batch_size, act_dim])
     rew_ph, done_ph = (tf.placeholder(tf.float32, [local_batch_size]) for _ in range(2))
 
-    # Q function: towards what the target networks say of the next state.
+    # Q function: regress on the backup.
     backup = compute_backup(ac_targ, rew_ph, obs2_ph, done_ph, args.gamma)
     q = ac.q(obs_ph, act_ph)
     loss_q = compute_loss_q(q, backup)
     train_q = q_optimizer.minimize(loss_q, q_vars)
 
-    # Policy: up the new Q function, which stays as it is.
+    # Policy: gradient ascent on the new Q function, which stays fixed.
     with tf.control_dependencies([train_q]):
         loss_pi = compute_loss_pi(ac, obs_ph)
         train_pi = pi_optimizer.minimize(loss_pi, pi_vars)
 
-    # Target networks: a little of the way to the new ones.
+    # Target networks: move by a share of 1 - polyak towards the new ones.
     with tf.control_dependencies([train_pi]):
         moves = [(1 - args.polyak) * (p - t) for p, t in zip(ac_vars, targ_vars, strict=True)]
         train_targ = [tf.assign_add(t, move) for t, move in zip(targ_vars, moves, strict=True)]
@@ -286,15 +286,18 @@ def train(args):
         info = {key: tf.identity(value) for key, value in info.items()}
     update = sess.make_callable(info, [obs_ph, act_ph, rew_ph, obs2_ph, done_ph])
 
-    model_obs = tf.placeholder(tf.float32, [None, obs_dim])
-    model_outputs = ac.pi.outputs(model_obs)
+    # The SavedModel: the policy without noise, and Q of any action in [-1, 1].
+    model_obs, model_act = (tf.placeholder(tf.float32, [None, dim]) for dim in (obs_dim, act_dim))
+    model_inputs = {"obs": model_obs, "act": model_act}
+    model_outputs = {"pi": ac.pi(model_obs), "q": ac.q(model_obs, model_act)}
+
     targ_is_ac = [tf.assign(t, p) for p, t in zip(ac_vars, targ_vars, strict=True)]
     sess.run(tf.global_variables_initializer())
     sess.run(sync_all_params())
     sess.run(targ_is_ac)
 
     def update_block(steps, rng):
-        """Take gradient steps on batches that are drawn, and logged, all at once."""
+        """Take gradient steps: draw all batches first, log all losses last."""
         shape, info = (steps, local_batch_size), defaultdict(list)
         batches = buf.sample(shape, rng)
         for batch in zip(*batches, strict=True):
@@ -303,35 +306,31 @@ def train(args):
         logger.store(**info)
 
     def export_policy():
+        """The policy as `get_action` takes it and policy.npz holds it: a dict of NumPy arrays."""
         arrays = {"weights": sess.run(ac.pi.net.layers), "activation": args.activation}
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
         return arrays | {"distribution": "deterministic", "act_noise": args.act_noise}
 
     def test(policy, epoch):
-        """Episodes without noise, shared out over the ranks: the i-th is the same on any number."""
+        """Run this rank's share of an epoch's test episodes, which are without noise."""
         for i in range(proc_id(), args.num_test_episodes, num_procs()):
             rng = make_rng(args.seed, "test", epoch, i)
             o, _ = test_env.reset(seed=int(rng.integers(2**31)))
             ended, ep_ret, ep_len = False, 0.0, 0
             while not ended:
-                o, r, terminated, truncated, _ = test_env.step(
-                    to_env(get_action(policy, o), action_space)
-                )
+                a = to_env(get_action(policy, o), action_space)
+                o, r, terminated, truncated, _ = test_env.step(a)
                 ep_ret, ep_len = ep_ret + float(r), ep_len + 1
                 ended = terminated or truncated or ep_len == args.max_ep_len
             logger.store(TestEpRet=ep_ret, TestEpLen=ep_len)
 
-    # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
-    # is all there is to restore.
-    stateful = {
-        "ac": {p.op.name: p for p in ac_vars},
-        "ac_targ": {p.op.name: p for p in targ_vars},
-        "pi_optimizer": pi_optimizer.variables,
-        "q_optimizer": q_optimizer.variables,
-    }
+    # Resume: an epoch starts from a reset and draws random numbers of its own, so this and the
+    # buffer are all there is to restore.
+    stateful = {"ac": {p.op.name: p for p in ac_vars}, "ac_targ": {p.op.name: p for p in targ_vars}}
+    stateful |= {"pi_optimizer": pi_optimizer.variables, "q_optimizer": q_optimizer.variables}
     load_variables(sess, stateful, logger.load_state(buf))
 
-    # Main loop: a block of steps, then as many gradient steps as all ranks took together.
+    # Main loop: update_every steps on each rank, then as many gradient steps as steps in total.
     for epoch in logger.epochs_left():
         rng = make_rng(args.seed, "rollout", proc_id(), epoch)
         policy = export_policy()
@@ -378,7 +377,7 @@ def train(args):
         logger.dump_tabular()
 
         if logger.save_due():
-            save_model(sess, {"obs": model_obs}, model_outputs, logger.output_dir)
+            save_model(sess, model_inputs, model_outputs, logger.output_dir)
             state = sess.run(stateful)
             logger.save_state(export_policy(), state, buf)
 

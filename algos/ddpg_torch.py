@@ -3,14 +3,17 @@
     python algos/ddpg_torch.py --env-id HalfCheetah-v4
     mpirun -np 4 python algos/ddpg_torch.py --env-id Hopper-v4
 
-Learn Q by the Bellman equation from whatever experience there is, and a deterministic policy that
-goes up Q's gradient. Slowly moving copies of both say what the next state is worth:
+Learn Q from replayed experience by the Bellman equation, and a deterministic policy by gradient
+ascent on Q. Slowly updated copies of both networks, the targets, value the next state:
 
     y     = r + gamma (1 - d) Q_targ(s', pi_targ(s'))
     L(Q)  = E[ (Q(s, a) - y)^2 ]        L(pi) = -E[ Q(s, pi(s)) ]
 
-Diff me against td3_torch.py: what keeps the policy from exploiting Q's errors.
+Diff me against td3_torch.py: two Q functions, target noise, a delayed policy.
 Diff me against ddpg_tf1.py: the same algorithm as a TensorFlow 1 graph.
+
+From common/: the command line and checks (args, cli), the run directory, table and checkpoints
+(logger), ranks and their random numbers (mpi_tools), Adam averaged over ranks (mpi_pytorch).
 """
 
 import copy
@@ -170,14 +173,14 @@ def to_env(a, space):
 class ReplayBuffer:
     """The newest `size` transitions of this rank, in the rows of one array: o, a, r, o2, d.
 
-    o2 is the observation that followed, not that of a reset. d is 1 only if o2 is terminal, worth
-    0: an episode that a time limit or the end of an epoch cut would have gone on.
+    o2 is the observation that followed, never that of a reset. d is 1 only if o2 is terminal, and
+    0 where a time limit or the end of an epoch cut the episode: the backup then counts Q of o2.
     """
 
     def __init__(self, obs_dim, act_dim, size):
         widths = [obs_dim, act_dim, 1, obs_dim, 1]
         self.columns = np.cumsum(widths)[:-1]
-        self.data = np.zeros((size, sum(widths)), dtype=np.float32)  # takes memory as it is written
+        self.data = np.zeros((size, sum(widths)), dtype=np.float32)  # memory is used as rows fill
         self.count = 0  # transitions ever stored
 
     def store(self, o, a, r, o2, d):
@@ -186,10 +189,9 @@ class ReplayBuffer:
         self.count += 1
 
     def sample(self, shape, rng):
-        """Draw transitions with replacement, for many gradient steps in one go.
+        """Draw transitions with replacement; `shape` is (gradient steps, batch size).
 
-        Returns:
-            obs [*shape, obs_dim], act [*shape, act_dim], rew [*shape], obs2, done [*shape].
+        Returns obs [*shape, obs_dim], act [*shape, act_dim], rew [*shape], obs2, done [*shape].
         """
         rows = self.data[rng.integers(min(self.count, len(self.data)), size=shape)]
         obs, act, rew, obs2, done = np.split(rows, self.columns, axis=-1)
@@ -200,7 +202,7 @@ class ReplayBuffer:
 
 
 def compute_backup(ac_targ, rew, obs2, done, gamma):
-    """y = r + gamma (1 - d) Q_targ(s', pi_targ(s')), [B]."""
+    """y = r + gamma (1 - d) Q_targ(s', pi_targ(s')); rew, done, y [B], obs2 [B, obs_dim]."""
     with torch.no_grad():
         q_targ = ac_targ.q(obs2, ac_targ.pi(obs2))
         return rew + gamma * (1 - done) * q_targ
@@ -212,7 +214,7 @@ def compute_loss_q(q, backup):
 
 
 def compute_loss_pi(ac, obs):
-    """-E[Q(s, pi(s))], []."""
+    """-E[Q(s, pi(s))]; obs [B, obs_dim] -> []."""
     q_pi = ac.q(obs, ac.pi(obs))
     return -q_pi.mean()
 
@@ -250,21 +252,26 @@ def train(args):
     ac_targ = copy.deepcopy(ac).requires_grad_(False)
     pi_optimizer = MpiAdamOptimizer(ac.pi.parameters(), args.pi_lr)
     q_optimizer = MpiAdamOptimizer(ac.q.parameters(), args.q_lr)
+    n_pi, n_q = (sum(p.numel() for p in net.parameters()) for net in (ac.pi, ac.q))
+    logger.log(f"Number of parameters: pi {n_pi}, q {n_q}")
     buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
 
     def update(obs, act, rew, obs2, done):
-        """One gradient step: a graph of its own, from the batch to the new target networks."""
-        # Q function: towards what the target networks say of the next state.
+        """Take one gradient step on a batch, as `ReplayBuffer.sample` draws it: [B, ...] each.
+
+        Returns {name: tensor [] or [B]}, the losses and values to log.
+        """
+        # Q function: regress on the backup.
         backup = compute_backup(ac_targ, rew, obs2, done, args.gamma)
         q = ac.q(obs, act)
         loss_q = compute_loss_q(q, backup)
         q_optimizer.minimize(loss_q)
 
-        # Policy: up the new Q function, which stays as it is.
+        # Policy: gradient ascent on the new Q function, which stays fixed.
         loss_pi = compute_loss_pi(ac, obs)
         pi_optimizer.minimize(loss_pi)
 
-        # Target networks: a little of the way to the new ones.
+        # Target networks: move by a share of 1 - polyak towards the new ones.
         with torch.no_grad():
             for p, p_targ in zip(ac.parameters(), ac_targ.parameters(), strict=True):
                 p_targ.lerp_(p, 1 - args.polyak)
@@ -277,7 +284,7 @@ def train(args):
         update = mpi_compile(update, mode="reduce-overhead" if capture else "default")
 
     def update_block(steps, rng):
-        """Take gradient steps on batches that are drawn, and logged, all at once."""
+        """Take gradient steps: draw all batches first, log all losses last."""
         shape, info = (steps, local_batch_size), defaultdict(list)
         batches = [torch.as_tensor(x, device=device) for x in buf.sample(shape, rng)]
         for batch in zip(*batches, strict=True):
@@ -286,6 +293,7 @@ def train(args):
         logger.store(**{key: torch.stack(values).cpu() for key, values in info.items()})
 
     def export_policy():
+        """The policy as `get_action` takes it and policy.npz holds it: a dict of NumPy arrays."""
         layers = [layer for layer in ac.pi.net if isinstance(layer, nn.Linear)]
         weights = [to_arrays((layer.weight.T, layer.bias)) for layer in layers]
         arrays = {"weights": weights, "activation": args.activation}
@@ -293,26 +301,25 @@ def train(args):
         return arrays | {"distribution": "deterministic", "act_noise": args.act_noise}
 
     def test(policy, epoch):
-        """Episodes without noise, shared out over the ranks: the i-th is the same on any number."""
+        """Run this rank's share of an epoch's test episodes, which are without noise."""
         for i in range(proc_id(), args.num_test_episodes, num_procs()):
             rng = make_rng(args.seed, "test", epoch, i)
             o, _ = test_env.reset(seed=int(rng.integers(2**31)))
             ended, ep_ret, ep_len = False, 0.0, 0
             while not ended:
-                o, r, terminated, truncated, _ = test_env.step(
-                    to_env(get_action(policy, o), action_space)
-                )
+                a = to_env(get_action(policy, o), action_space)
+                o, r, terminated, truncated, _ = test_env.step(a)
                 ep_ret, ep_len = ep_ret + float(r), ep_len + 1
                 ended = terminated or truncated or ep_len == args.max_ep_len
             logger.store(TestEpRet=ep_ret, TestEpLen=ep_len)
 
-    # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
-    # is all there is to restore.
+    # Resume: an epoch starts from a reset and draws random numbers of its own, so this and the
+    # buffer are all there is to restore.
     stateful = {"ac": ac, "ac_targ": ac_targ}
     stateful |= {"pi_optimizer": pi_optimizer, "q_optimizer": q_optimizer}
     load_state_dicts(stateful, logger.load_state(buf))
 
-    # Main loop: a block of steps, then as many gradient steps as all ranks took together.
+    # Main loop: update_every steps on each rank, then as many gradient steps as steps in total.
     for epoch in logger.epochs_left():
         rng = make_rng(args.seed, "rollout", proc_id(), epoch)
         policy = export_policy()

@@ -3,8 +3,8 @@
     python algos/sac_tf1.py --env-id HalfCheetah-v4
     mpirun -np 4 python algos/sac_tf1.py --env-id Hopper-v4
 
-Like TD3, but the policy is stochastic and is paid for its entropy, at the price alpha. No target
-policy and no target noise: the next action a' is sampled from the current policy.
+Like TD3, but the policy is stochastic, and its objective includes its entropy, weighted by alpha.
+There is no target policy and no delay: the next action a' is sampled from the current policy.
 
     y      = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s'))
     L(Q_i) = E[ (Q_i(s, a) - y)^2 ]
@@ -12,6 +12,9 @@ policy and no target noise: the next action a' is sampled from the current polic
 
 Diff me against td3_tf1.py: a stochastic policy, and its entropy in both losses.
 Diff me against sac_torch.py: the same algorithm in PyTorch.
+
+From common/: the command line and checks (args, cli), the run directory, table and checkpoints
+(logger), ranks and their random numbers (mpi_tools), Adam averaged over ranks (mpi_tf1).
 """
 
 import sys
@@ -76,7 +79,7 @@ class Args:
     polyak: Unit = 0.995  # how much of the target networks a gradient step keeps
     # SAC
     lr: PosFloat = 1e-3  # learning rate of the policy, the Q functions and alpha
-    alpha: NonNegFloat | Literal["auto"] = 0.2  # price of entropy; auto: keeps it at -dim(A)
+    alpha: NonNegFloat | Literal["auto"] = 0.2  # weight of the entropy; auto: keeps it near -dim(A)
 
 
 # Networks -----------------------------------------------------------------------------------------
@@ -123,11 +126,6 @@ class SquashedGaussianActor:
         logp = tf.reduce_sum(-0.5 * noise**2 - log_std - 0.5 * np.log(2 * np.pi), -1)
         logp -= tf.reduce_sum(2 * (np.log(2) - u - tf.nn.softplus(-2 * u)), -1)
         return tf.tanh(u), logp
-
-    def outputs(self, obs):
-        """What the SavedModel gives for obs [B, obs_dim]: the action without noise."""
-        mu, log_std = tf.split(self.net(obs), 2, -1)
-        return {"act": tf.tanh(mu), "mu": mu, "log_std": tf.clip_by_value(log_std, -20, 2)}
 
 
 class TwinQFunction:
@@ -190,14 +188,14 @@ def to_env(a, space):
 class ReplayBuffer:
     """The newest `size` transitions of this rank, in the rows of one array: o, a, r, o2, d.
 
-    o2 is the observation that followed, not that of a reset. d is 1 only if o2 is terminal, worth
-    0: an episode that a time limit or the end of an epoch cut would have gone on.
+    o2 is the observation that followed, never that of a reset. d is 1 only if o2 is terminal, and
+    0 where a time limit or the end of an epoch cut the episode: the backup then counts Q of o2.
     """
 
     def __init__(self, obs_dim, act_dim, size):
         widths = [obs_dim, act_dim, 1, obs_dim, 1]
         self.columns = np.cumsum(widths)[:-1]
-        self.data = np.zeros((size, sum(widths)), dtype=np.float32)  # takes memory as it is written
+        self.data = np.zeros((size, sum(widths)), dtype=np.float32)  # memory is used as rows fill
         self.count = 0  # transitions ever stored
 
     def store(self, o, a, r, o2, d):
@@ -206,10 +204,9 @@ class ReplayBuffer:
         self.count += 1
 
     def sample(self, shape, rng):
-        """Draw transitions with replacement, for many gradient steps in one go.
+        """Draw transitions with replacement; `shape` is (gradient steps, batch size).
 
-        Returns:
-            obs [*shape, obs_dim], act [*shape, act_dim], rew [*shape], obs2, done [*shape].
+        Returns obs [*shape, obs_dim], act [*shape, act_dim], rew [*shape], obs2, done [*shape].
         """
         rows = self.data[rng.integers(min(self.count, len(self.data)), size=shape)]
         obs, act, rew, obs2, done = np.split(rows, self.columns, axis=-1)
@@ -233,9 +230,9 @@ def compute_loss_q(q1, q2, backup):
 
 
 def compute_loss_pi(ac, obs, noise, alpha):
-    """E[alpha log pi(a|s) - min_i Q_i(s, a)], a ~ pi(.|s): returns it [] and log pi(a|s) [B]."""
-    pi, logp_pi = ac.pi(obs, noise)
-    q1_pi, q2_pi = ac.q(obs, pi)
+    """E[alpha log pi(a|s) - min_i Q_i(s, a)], a ~ pi(.|s); returns loss [], log pi(a|s) [B]."""
+    a, logp_pi = ac.pi(obs, noise)
+    q1_pi, q2_pi = ac.q(obs, a)
     return tf.reduce_mean(alpha * logp_pi - tf.minimum(q1_pi, q2_pi)), logp_pi
 
 
@@ -282,32 +279,36 @@ def train(args):
     pi_vars, q_vars = tf.trainable_variables("ac/pi/"), tf.trainable_variables("ac/q/")
     pi_optimizer = MpiAdamOptimizer(args.lr, name="pi_optimizer")
     q_optimizer = MpiAdamOptimizer(args.lr, name="q_optimizer")
+    alpha_optimizer = MpiAdamOptimizer(args.lr, name="alpha_optimizer")
+    n_pi, n_q = (sum(p.shape.num_elements() for p in params) for params in (pi_vars, q_vars))
+    logger.log(f"Number of parameters: pi {n_pi}, q {n_q}")
     buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
 
-    # One gradient step: a graph of its own, from the batch to the new target networks. Variables
-    # change while it runs, so it says what comes first.
+    # One gradient step: one graph from the batch to the new target networks. It changes variables
+    # that it reads, so control dependencies fix the order.
     obs_ph, obs2_ph = (tf.placeholder(tf.float32, [local_batch_size, obs_dim]) for _ in range(2))
     act_ph = tf.placeholder(tf.float32, [local_batch_size, act_dim])
     rew_ph, done_ph = (tf.placeholder(tf.float32, [local_batch_size]) for _ in range(2))
     noise_ph = tf.placeholder(tf.float32, [2, local_batch_size, act_dim])
-    noise2, noise = tf.unstack(noise_ph)
     alpha = tf.stop_gradient(tf.exp(ac.log_alpha)) if auto_alpha else args.alpha
 
-    # Q functions: towards what the target networks say of the next state.
-    backup = compute_backup(ac, ac_targ, rew_ph, obs2_ph, done_ph, noise2, alpha, args.gamma)
+    # Q functions: regress on the backup.
+    backup = compute_backup(ac, ac_targ, rew_ph, obs2_ph, done_ph, noise_ph[0], alpha, args.gamma)
     q1, q2 = ac.q(obs_ph, act_ph)
     loss_q = compute_loss_q(q1, q2, backup)
     train_q = q_optimizer.minimize(loss_q, q_vars)
 
-    # Policy: up the new Q functions, which stay as they are.
+    # Policy: gradient ascent on the new Q functions, which stay fixed.
     with tf.control_dependencies([train_q]):
-        loss_pi, logp_pi = compute_loss_pi(ac, obs_ph, noise, alpha)
-        loss_alpha = compute_loss_alpha(ac.log_alpha, logp_pi, -act_dim) if auto_alpha else 0
-        pi_params = pi_vars + ([ac.log_alpha] if auto_alpha else [])
-        train_pi = pi_optimizer.minimize(loss_pi + loss_alpha, pi_params)
+        loss_pi, logp_pi = compute_loss_pi(ac, obs_ph, noise_ph[1], alpha)
+        train_pi = pi_optimizer.minimize(loss_pi, pi_vars)
 
-    # Target networks: a little of the way to the new ones.
-    with tf.control_dependencies([train_pi]):
+    # Alpha: towards the target entropy.
+    loss_alpha = compute_loss_alpha(ac.log_alpha, logp_pi, -act_dim)
+    train_alpha = alpha_optimizer.minimize(loss_alpha, [ac.log_alpha]) if auto_alpha else tf.no_op()
+
+    # Target networks: move by a share of 1 - polyak towards the new ones.
+    with tf.control_dependencies([train_pi, train_alpha]):
         moves = [(1 - args.polyak) * (p - t) for p, t in zip(q_vars, targ_vars, strict=True)]
         train_targ = [tf.assign_add(t, move) for t, move in zip(targ_vars, moves, strict=True)]
     with tf.control_dependencies(train_targ):
@@ -315,15 +316,21 @@ def train(args):
         info = {key: tf.identity(value) for key, value in info.items()}
     update = sess.make_callable(info, [obs_ph, act_ph, rew_ph, obs2_ph, done_ph, noise_ph])
 
-    model_obs = tf.placeholder(tf.float32, [None, obs_dim])
-    model_outputs = ac.pi.outputs(model_obs)
+    # The SavedModel: the policy without noise, a sample of it, and Q of any action in [-1, 1].
+    model_obs, model_act = (tf.placeholder(tf.float32, [None, dim]) for dim in (obs_dim, act_dim))
+    model_inputs = {"obs": model_obs, "act": model_act}
+    mu, _ = ac.pi(model_obs, noise=0.0)
+    pi, _ = ac.pi(model_obs, tf.random.normal(tf.shape(mu)))
+    model_q1, model_q2 = ac.q(model_obs, model_act)
+    model_outputs = {"mu": mu, "pi": pi, "q1": model_q1, "q2": model_q2}
+
     targ_is_ac = [tf.assign(t, p) for p, t in zip(q_vars, targ_vars, strict=True)]
     sess.run(tf.global_variables_initializer())
     sess.run(sync_all_params())
     sess.run(targ_is_ac)
 
     def update_block(steps, rng):
-        """Take gradient steps on batches that are drawn, and logged, all at once."""
+        """Take gradient steps: draw all batches first, log all losses last."""
         shape, info = (steps, local_batch_size), defaultdict(list)
         noise = rng.standard_normal((steps, 2, local_batch_size, act_dim), dtype=np.float32)
         batches = (*buf.sample(shape, rng), noise)
@@ -334,35 +341,32 @@ def train(args):
         logger.store(Alpha=sess.run(alpha) if auto_alpha else args.alpha)
 
     def export_policy():
+        """The policy as `get_action` takes it and policy.npz holds it: a dict of NumPy arrays."""
         arrays = {"weights": sess.run(ac.pi.net.layers), "activation": args.activation}
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
         return arrays | {"distribution": "squashed_gaussian"}
 
     def test(policy, epoch):
-        """Episodes without noise, shared out over the ranks: the i-th is the same on any number."""
+        """Run this rank's share of an epoch's test episodes, which are without noise."""
         for i in range(proc_id(), args.num_test_episodes, num_procs()):
             rng = make_rng(args.seed, "test", epoch, i)
             o, _ = test_env.reset(seed=int(rng.integers(2**31)))
             ended, ep_ret, ep_len = False, 0.0, 0
             while not ended:
-                o, r, terminated, truncated, _ = test_env.step(
-                    to_env(get_action(policy, o), action_space)
-                )
+                a = to_env(get_action(policy, o), action_space)
+                o, r, terminated, truncated, _ = test_env.step(a)
                 ep_ret, ep_len = ep_ret + float(r), ep_len + 1
                 ended = terminated or truncated or ep_len == args.max_ep_len
             logger.store(TestEpRet=ep_ret, TestEpLen=ep_len)
 
-    # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
-    # is all there is to restore.
-    stateful = {
-        "ac": {p.op.name: p for p in ac_vars},
-        "ac_targ": {p.op.name: p for p in targ_vars},
-        "pi_optimizer": pi_optimizer.variables,
-        "q_optimizer": q_optimizer.variables,
-    }
+    # Resume: an epoch starts from a reset and draws random numbers of its own, so this and the
+    # buffer are all there is to restore.
+    stateful = {"ac": {p.op.name: p for p in ac_vars}, "ac_targ": {p.op.name: p for p in targ_vars}}
+    stateful |= {"pi_optimizer": pi_optimizer.variables, "q_optimizer": q_optimizer.variables}
+    stateful |= {"alpha_optimizer": alpha_optimizer.variables}
     load_variables(sess, stateful, logger.load_state(buf))
 
-    # Main loop: a block of steps, then as many gradient steps as all ranks took together.
+    # Main loop: update_every steps on each rank, then as many gradient steps as steps in total.
     for epoch in logger.epochs_left():
         rng = make_rng(args.seed, "rollout", proc_id(), epoch)
         policy = export_policy()
@@ -410,7 +414,7 @@ def train(args):
         logger.dump_tabular()
 
         if logger.save_due():
-            save_model(sess, {"obs": model_obs}, model_outputs, logger.output_dir)
+            save_model(sess, model_inputs, model_outputs, logger.output_dir)
             state = sess.run(stateful)
             logger.save_state(export_policy(), state, buf)
 

@@ -61,7 +61,9 @@ DEPENDS_ON = {
         "train: Q function": "framework",
         "train: Q functions": "framework algo",
         "train: Policy": "framework algo",
+        "train: Alpha": "framework",
         "train: Target networks": "framework algo",
+        "train: The SavedModel": "algo",
         "train: Resume": "framework algo",
         "train: Main loop": "algo",  # what is logged, the noise
     },
