@@ -74,7 +74,7 @@ class Args:
     resume: bool | str = False  # continue the run in the directory; or in DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
     device: str = "cpu"  # where the networks are trained: cpu, cuda, cuda:1, ...
-    compile: bool = False  # compile the losses; no faster on a CPU, where matrix products dominate
+    compile: bool = False  # compile the update steps: takes a minute, pays in long runs
     # Environment
     env_id: str = "HalfCheetah-v4"  # a Gymnasium id; my_package:MyEnv-v0 imports my_package first
     env_kwargs: JsonDict = field(default_factory=dict)  # arguments of the environment, as JSON
