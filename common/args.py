@@ -107,7 +107,7 @@ def parse_args(Args, argv=None):
 
 def _parse(Args, argv, **options):
     """tyro's parser. Its message, without frame and advice, becomes a UsageError of one line."""
-    for i, (word, value) in enumerate(zip(argv, [*argv[1:], "-"], strict=True)):
+    for i, (word, value) in enumerate(zip(argv, [*argv[1:], "-"], strict=False)):
         if word == "--resume" and value.startswith("-"):  # its directory may be left out
             argv = [*argv[: i + 1], "True", *argv[i + 1 :]]
     box = io.StringIO()
