@@ -1,241 +1,270 @@
-"""Which flags a script takes, read from the source of its `Args` dataclass.
+"""What a sweep runs, a script or a function: the arguments that it takes, and its command line.
 
-The script is not imported: that would load torch or tensorflow, seconds to check a name.
+A script is not imported, which would load torch or tensorflow. The body of its `Args` is executed,
+and nothing else; then `common.args.parse_args` checks the words that a run is started with.
 """
 
 import ast
-import contextlib
 import dataclasses
 import difflib
+import functools
+import importlib
+import inspect
 import json
-import math
+import re
+import sys
+import types
+import typing
 from pathlib import Path
 
 from common import UsageError
-from common.serialization import read_text
+from common.args import flag, parse_args
+from common.serialization import printable, read_text
 
 ROOT = Path(__file__).resolve().parent.parent
+CALL = Path(__file__).with_name("call.py")
+# Flags that every script has and that a sweep sets.
+RESERVED = {
+    "exp_name": "the sweep's name makes it",
+    "data_dir": "it goes to the top of the file",
+    "num_cpu": "it goes to the top of the file",
+    "datestamp": "it goes to the top of the file",
+    "resume": "a sweep resumes by itself",
+    "overwrite": "a sweep never deletes a run",
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Field:
-    """One field of a script's `Args`.
+def find(thunk):
+    """The Script or Function that a path, "module:function" or a function stands for.
 
-    kinds: the types that its annotation allows, of "bool int float str tuple dict none any".
-    choices: what a Literal allows, besides the kinds. items: kinds of a tuple's items.
-    low, high, open_low: bounds of its numbers (common/args.py, Range).
-    has_default, default: its default, where it is a literal.
+    A function `train(args)` beside a dataclass `Args` stands for its script.
+
+    Raises:
+        UsageError: there is none, or it cannot be imported by name.
     """
+    if isinstance(thunk, str) and re.fullmatch(r"[\w.-]+:[\w.]+", thunk, re.ASCII):
+        try:
+            thunk = load(str(Path.cwd()), *thunk.split(":"))
+        except Exception as e:  # whatever a module raises
+            raise UsageError(f"script: cannot import {thunk}: {e}") from e
+    if not callable(thunk):
+        return Script(_find_file(thunk))
+    where = locate(thunk)
+    names = list(inspect.signature(thunk).parameters)
+    return (
+        Script(inspect.getsourcefile(inspect.unwrap(thunk)))
+        if names == ["args"]
+        else Function(thunk, where)
+    )
 
-    name: str
-    kinds: frozenset
-    choices: tuple = ()
-    items: frozenset = frozenset()
-    low: float = -math.inf
-    high: float = math.inf
-    open_low: bool = False
-    has_default: bool = False
-    default: object = None
 
-    def expected(self):
-        """What a value must be, in words."""
-        words = [json.dumps(choice) for choice in self.choices]
-        names = {"tuple": "list", "str": "string", "bool": "true or false", "dict": "table"}
-        words += [names.get(kind, kind) for kind in sorted(self.kinds - {"none"})]
-        return " or ".join(words)
+def _find_file(script):
+    if not isinstance(script, str | Path) or not str(script) or "\0" in str(script):
+        raise UsageError(f"script: expected a path or a function, got {script!r}")
+    for base in (Path.cwd(), ROOT):
+        try:
+            if (base / script).is_file():
+                return base / script
+        except OSError:  # too long, for instance
+            continue
+    raise UsageError(f"script: there is no file {script}")
 
-    def takes(self, value):
-        """Whether a value, as TOML or JSON has it, is of a type that this field allows."""
-        if value in self.choices and isinstance(value, str):
-            return True
-        kind = {bool: "bool", int: "int", float: "float", str: "str", dict: "dict"}.get(type(value))
-        if isinstance(value, list | tuple):
-            one = Field(self.name, self.items)
-            return "any" in self.kinds or ("tuple" in self.kinds and all(map(one.takes, value)))
-        if value is None:
-            kind = "none"
-        return (
-            kind in self.kinds or (kind == "int" and "float" in self.kinds) or "any" in self.kinds
+
+def locate(thing):
+    """[directory, module, name] to import a function or class by. UsageError if it has none."""
+    name, module = getattr(thing, "__qualname__", "<"), getattr(thing, "__module__", None)
+    holder = sys.modules.get(module)
+    file = getattr(holder, "__file__", None)
+    if module == "__main__":
+        spec = getattr(holder, "__spec__", None)
+        module = spec.name if spec else Path(file).stem if file else None
+    if "<" in name or not module or functools.reduce(_get, name.split("."), holder) is not thing:
+        raise UsageError(
+            f"{printable(thing)} cannot be imported by name, as every rank has to: "
+            "define it at the top level of a module (no lambda, closure or notebook cell)"
         )
+    depth = module.count(".") + (file is not None and Path(file).stem == "__init__")
+    return [str(Path(file).resolve().parents[depth]) if file else "", module, name]
 
-    def check(self, value):
-        """The value, ints made floats where the field is a float; UsageError says what is wrong."""
-        if not self.takes(value):
-            hint = ""
-            if "tuple" in self.kinds and isinstance(value, int | float):
-                hint = f"; the values of a grid are lists themselves: [[{value}, ...]]"
-            shown = json.dumps(value, default=str)
-            raise UsageError(f"expected {self.expected()}, got {shown}{hint}")
-        if isinstance(value, dict):
-            try:
-                json.dumps(value, allow_nan=False)
-            except (ValueError, TypeError) as e:
-                raise UsageError(f"cannot be written as JSON: {e}") from e
-        for x in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(x, int | float) and not isinstance(x, bool):
-                above = x > self.low if self.open_low else x >= self.low
-                if not (math.isfinite(x) and above and x <= self.high):
-                    raise UsageError(f"must be {self.bounds()}, got {x}")
-            if isinstance(x, str) and "\0" in x:
-                raise UsageError("a string must not hold a NUL character")
-        if isinstance(value, int) and "float" in self.kinds and not {"int", "bool"} & self.kinds:
-            value = float(value)
-        return value
 
-    def bounds(self):
-        if self.high < math.inf:
-            return f"between {self.low:g} and {self.high:g}"
-        if self.low > -math.inf:
-            return f"above {self.low:g}" if self.open_low else f"at least {self.low:g}"
-        return "finite"
+def _get(thing, name):
+    return getattr(thing, name, None)
 
-    def parse(self, text):
-        """A value of this field from a word of a command line."""
-        candidates = [text]
-        for read in (json.loads, float, lambda t: json.loads(t.lower())):
-            try:
-                candidates.append(read(text))
-            except (ValueError, RecursionError):
+
+def load(directory, module, name):
+    """Import what `locate` has located."""
+    if directory and directory not in sys.path:
+        sys.path.insert(0, directory)
+    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+
+
+@functools.cache
+def check_env(env_id):
+    """Raise UsageError if Gymnasium knows no environment of this name; may import its package."""
+    import gymnasium
+
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module, _, name = env_id.rpartition(":")
+        if module:
+            importlib.import_module(module)
+        # "Hopper" stands for its newest version.
+        known = re.compile(rf"{re.escape(name)}(-v\d+)?")
+        if not any(map(known.fullmatch, gymnasium.registry)):
+            gymnasium.spec(name)  # says what there is instead
+    except Exception as e:  # a package may raise anything
+        raise UsageError(f"no environment {env_id}: {' '.join(str(e).split())}") from e
+
+
+class Script:
+    """A script whose flags are the fields of its dataclass `Args`."""
+
+    def __init__(self, path):
+        self.path, self.name, self.label = Path(path), Path(path).stem, Path(path).name
+        self.Args, self.hints = read_args(self.path)
+        for name in ("exp_name", "seed", "data_dir", "resume"):
+            if name not in self.hints:
+                raise UsageError(f"script: {path} has no flag {flag(name)}")
+
+    def takes(self, name):
+        return name in self.hints
+
+    def takes_list(self, name):
+        """Whether one value of a flag is several words."""
+        hint = self.hints.get(name)
+        return any(typing.get_origin(h) in (tuple, list) for h in (hint, *typing.get_args(hint)))
+
+    def parse(self, params):
+        """All arguments of a run: {name: value}, as its config.json records them."""
+        for name in params:
+            if name in RESERVED:
+                raise UsageError(f"{name} cannot be set here: {RESERVED[name]}")
+            if name not in self.hints:
+                raise UsageError(f"{self.label} has no flag {flag(name)}{near(name, self.hints)}")
+        args = parse_args(self.Args, self.words(params))
+        if "env_id" in params:
+            check_env(args.env_id)
+        return json.loads(json.dumps(dataclasses.asdict(args)))
+
+    def words(self, params):
+        """The words of a command line that set these arguments."""
+        words = []
+        for name, value in params.items():
+            option, many = flag(name), isinstance(value, list | tuple)
+            if self.hints[name] is bool:
+                if not isinstance(value, bool):
+                    raise UsageError(f"{option}: expected true or false, got {value!r}")
+                words.append(option if value else "--no-" + option[2:])
                 continue
-        if "tuple" in self.kinds and not text.startswith("["):
-            with contextlib.suppress(ValueError):
-                candidates.append(json.loads(f"[{text}]"))
-            candidates.append(text.split(","))
-        for value in candidates:
-            if self.takes(value):
-                return self.check(value)
-        raise UsageError(f"expected {self.expected()}, got {text}")
+            if many != self.takes_list(name):
+                hint = f"a list; in a sweep file, a list of lists: [[{value!r}, ...]]"
+                raise UsageError(f"{option}: expected {'one value' if many else hint}")
+            if isinstance(value, dict):
+                value = to_json(option, value)
+            value = [printable_value(v) for v in (value if many else [value])]
+            if any("\0" in word for word in value):
+                raise UsageError(f"{option}: a string must not hold a NUL character")
+            # A word that begins with a dash would look like a flag.
+            dash = value and value[0].startswith("-")
+            words += [f"{option}={value[0]}", *value[1:]] if dash else [option, *value]
+        return words
 
-    def words(self, value):
-        """The words of a command line that set this field."""
-        flag = "--" + self.name.replace("_", "-")
-        if isinstance(value, bool):
-            return [flag if value else "--no-" + flag[2:]]
-        if isinstance(value, dict):
-            return [flag, json.dumps(value, ensure_ascii=False)]
-        values = list(map(str, value)) if isinstance(value, list | tuple) else [str(value)]
-        if values and values[0].startswith("-"):  # or it would look like a flag itself
-            return [f"{flag}={values[0]}", *values[1:]]
-        return [flag, *values]
+    def command(self, run):
+        """The words after `python` that start a run."""
+        own = {"exp_name": run.exp_name, "seed": run.seed, "data_dir": str(run.data_dir)}
+        words = [str(self.path), *self.words(own | run.params)]
+        # --resume starts the run where there is nothing to resume.
+        return [*words, "--datestamp" if run.stamp else "--resume"]
 
 
-def read_fields(script):
-    """The fields of a script's `Args`: {name: Field}. UsageError if there are none to read."""
+def printable_value(value):
+    """A value as a word: a function or class, such as nn.Tanh, is its name in lower case."""
+    return value.__name__.lower() if hasattr(value, "__name__") else str(value)
+
+
+def near(name, names):
+    """A hint at the name that was perhaps meant."""
+    found = difflib.get_close_matches(name, names, 1)
+    return f" (perhaps {flag(found[0])}?)" if found else ""
+
+
+def read_args(path):
+    """(`Args`, {field: type}) of a script. UsageError if they cannot be read."""
     try:
-        return _read_fields(script)
-    except UsageError:
-        raise
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as e:
-        raise UsageError(f"cannot read the flags of {script}: {e}") from e
+        tree = ast.parse(read_text(path))
+        known = {"common.args", *sys.stdlib_module_names}
+        body = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module in known]
+        body += [n for n in tree.body if isinstance(n, ast.Import) and n.names[0].name in known]
+        body += [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args"]
+        # dataclasses and tyro look a class's module up.
+        module = types.ModuleType(f"arguments of {path}")
+        module.__file__ = str(path)
+        sys.modules[module.__name__] = module
+        exec(compile(ast.Module(body, []), str(path), "exec"), vars(module))
+        return module.Args, typing.get_type_hints(module.Args)
+    except Exception as e:  # it is code: anything may be wrong with it
+        raise UsageError(f"cannot read the flags of {path}: {printable(e)}") from e
 
 
-def _read_fields(script):
-    path = Path(script)
-    tree = _parse(path)
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef) and node.name == "Args":
-            break
-    else:
-        raise UsageError(f"{script} has no dataclass called Args to read its flags from")
-    fields = {}
-    for line in node.body:
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-            name = line.target.id
-            spec = _read_type(line.annotation, tree, path)
-            fields[name] = Field(name, **{"kinds": frozenset({"any"}), **spec, **_default(line)})
-    return fields
+class Function:
+    """A function that every rank imports by its name and calls with keyword arguments."""
+
+    def __init__(self, function, where):
+        self.where, self.name = where, function.__name__
+        self.label = f"{where[1]}:{where[2]}"
+        self.signature = inspect.signature(function)
+        kinds = [p.kind for p in self.signature.parameters.values()]
+        self.open = inspect.Parameter.VAR_KEYWORD in kinds
+
+    def asks_for(self, name):
+        return name in self.signature.parameters
+
+    def takes(self, name):
+        # A seed is in the directory's name, even if the function has no use for it.
+        made = name == "seed" or (name == "env_name" and self.asks_for("env_fn"))
+        return made or self.open or self.asks_for(name)
+
+    def takes_list(self, name):
+        return False
+
+    def parse(self, params):
+        """All arguments of a run, checked against the function's signature, as JSON."""
+        given = dict(params)
+        if not self.open and not self.asks_for("seed"):
+            given.pop("seed", None)
+        if "env_name" in given and not self.asks_for("env_name") and self.asks_for("env_fn"):
+            check_env(given.pop("env_name"))
+            given["env_fn"] = None
+        if self.asks_for("logger_kwargs"):
+            given.setdefault("logger_kwargs", None)
+        for name in given:
+            if not self.takes(name):
+                raise UsageError(f"{self.label} has no argument {name}")
+        try:
+            bound = self.signature.bind(**given)
+        except TypeError as e:
+            raise UsageError(f"{self.label}: {e}") from e
+        bound.apply_defaults()
+        defaults = {k: v for k, v in bound.arguments.items() if isinstance(v, int | float | str)}
+        return defaults | json.loads(to_json(self.label, params))
+
+    def command(self, run):
+        """The words after `python` that start a run."""
+        params = dict(run.params)
+        if self.open or self.asks_for("seed"):
+            params["seed"] = run.seed
+        call = {"directory": str(run.directory), "exp_name": run.exp_name, "kwargs": params}
+        call |= {"function": self.where, "record": run.fixed()}
+        call["env_fn"] = "env_name" in params and not self.asks_for("env_name") and not self.open
+        call["logger_kwargs"] = self.asks_for("logger_kwargs") and "logger_kwargs" not in params
+        return [str(CALL), to_json(self.label, call)]
 
 
-def find_field(script, fields, name):
-    """The field called `name`; UsageError, with the nearest name, if the script has none."""
-    if name in fields:
-        return fields[name]
-    near = difflib.get_close_matches(name, fields, 1)
-    hint = f" (perhaps {near[0]}?)" if near else ""
-    raise UsageError(f"{Path(script).name} has no flag --{name.replace('_', '-')}{hint}")
-
-
-def _parse(path):
+def to_json(what, value):
+    """A value as JSON; functions and classes in it by their names."""
     try:
-        return ast.parse(read_text(path))
-    except (OSError, SyntaxError, ValueError) as e:
-        raise UsageError(f"cannot read {path}: {e}") from e
-
-
-def _default(line):
-    node = line.value
-    if isinstance(node, ast.Call):  # field(default_factory=dict)
-        for keyword in node.keywords:
-            if keyword.arg == "default_factory" and isinstance(keyword.value, ast.Name):
-                empty = {"dict": {}, "list": [], "tuple": ()}
-                if keyword.value.id in empty:
-                    return {"has_default": True, "default": empty[keyword.value.id]}
-        return {}
-    try:
-        return {"has_default": True, "default": ast.literal_eval(node)}
-    except (ValueError, TypeError):
-        return {}
-
-
-def _read_type(node, tree, path):
-    """What an annotation allows, as arguments of Field; {} for what is not understood."""
-    if isinstance(node, ast.Constant) and node.value is None:
-        return {"kinds": frozenset({"none"})}
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return _read_type(ast.parse(node.value, mode="eval").body, tree, path)
-    if isinstance(node, ast.Name) and node.id in ("bool", "int", "float", "str", "tuple", "dict"):
-        return {"kinds": frozenset({node.id})}
-    if isinstance(node, ast.Name):
-        return _read_alias(node.id, tree, path)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return _union([_read_type(part, tree, path) for part in (node.left, node.right)])
-    if not isinstance(node, ast.Subscript):
-        return {}
-    outer = getattr(node.value, "id", getattr(node.value, "attr", None))
-    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if outer == "Literal":
-        return {"kinds": frozenset(), "choices": tuple(ast.literal_eval(part) for part in parts)}
-    if outer in ("tuple", "list", "Tuple", "List", "Sequence"):
-        items = _read_type(parts[0], tree, path).get("kinds", frozenset({"any"}))
-        return {"kinds": frozenset({"tuple"}), "items": items}
-    if outer in ("dict", "Dict"):
-        return {"kinds": frozenset({"dict"})}
-    if outer == "Optional":
-        return _union([_read_type(parts[0], tree, path), {"kinds": frozenset({"none"})}])
-    if outer == "Union":
-        return _union([_read_type(part, tree, path) for part in parts])
-    if outer == "Annotated":
-        spec = dict(_read_type(parts[0], tree, path))
-        for call in parts[1:]:
-            if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "Range":
-                names = ("low", "high", "open_low")
-                given = dict(zip(names, call.args, strict=False))
-                given |= {keyword.arg: keyword.value for keyword in call.keywords}
-                spec |= {name: ast.literal_eval(value) for name, value in given.items()}
-        return spec
-    return {}
-
-
-def _union(specs):
-    if not all("kinds" in spec for spec in specs):
-        return {}
-    merged = {key: value for spec in specs for key, value in spec.items()}
-    merged["kinds"] = frozenset().union(*(spec["kinds"] for spec in specs))
-    merged["choices"] = sum((spec.get("choices", ()) for spec in specs), ())
-    return merged
-
-
-def _read_alias(name, tree, path):
-    """A type with a name of its own: assigned in this file, or imported from one of the project."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and any(getattr(t, "id", "") == name for t in node.targets):
-            return _read_type(node.value, tree, path)
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            for alias in node.names:
-                if (alias.asname or alias.name) != name:
-                    continue
-                for base in (path.resolve().parent, path.resolve().parent.parent, ROOT):
-                    source = base.joinpath(*node.module.split(".")).with_suffix(".py")
-                    if source.is_file():
-                        return _read_alias(alias.name, _parse(source), source)
-    return {}
+        default = lambda thing: {"$import": locate(thing)}  # noqa: E731
+        return json.dumps(value, default=default, allow_nan=False, ensure_ascii=False)
+    except (ValueError, TypeError) as e:
+        raise UsageError(f"{what}: cannot be written as JSON: {e}") from e

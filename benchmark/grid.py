@@ -3,12 +3,25 @@
     python benchmark/grid.py sweeps/sac.toml
     python benchmark/grid.py sweeps/sac.toml --workers 4 --dry-run
     python benchmark/grid.py algos/ppo_torch.py --env-id Hopper-v4 HalfCheetah-v4 --seed 0 1 2
+    python benchmark/grid.py algos/ppo_torch.py --env Hopper-v4 --hid[h] [32,32] [64,32] --cpu 4
+    python benchmark/grid.py my_module:my_train --lr 1e-3 3e-4 --seed 0 1 2
     python benchmark/grid.py sweeps/benchmark_on_policy.toml --slurm
+
+Options, beside the script's own flags (--env, --hid and --act for short, as in Spinning Up):
+
+    --workers N       runs at a time; they share the cores out (1)
+    --num-cpu N       MPI ranks of each run, or "auto" (1); also --cpu
+    --data-dir DIR    where the runs go (data)
+    --name NAME       the experiments' names begin with it; also --exp-name
+    --datestamp       new runs with date and time in their directories' names; also --dt
+    --retry-failed    run failed runs again, from their checkpoints
+    --dry-run         print the commands and run nothing
+    --slurm           submit the runs as a Slurm job array
 
 A sweep file:
 
     name = "sac-mujoco"                # the experiments' names begin with it; default: the file's
-    script = "algos/sac_torch.py"      # or a list of scripts
+    script = "algos/sac_torch.py"      # or "my_module:my_train", or a list of these
     num_cpu = 1                        # MPI ranks of each run, or "auto"
     workers = 2                        # runs at a time; they share the cores out
     data_dir = "data"
@@ -29,15 +42,16 @@ A sweep file:
     partition = "cpu"
     time = "4:00:00"
 
-Run again, it skips what is finished and resumes what was interrupted; failed runs are tried again
-with --retry-failed. A run whose arguments were changed since is a new run, in a directory of its
-own; more epochs make a run longer, if it still has its checkpoints. Ctrl-C stops all runs at the
-end of their epochs, a second one at once.
+Of several scripts, each gets those arguments that it has. Run again, a sweep skips what is finished
+and resumes what was interrupted; failed runs are tried again with --retry-failed. A run whose
+arguments were changed since is a new run, in a directory of its own; more epochs make a run longer,
+if it still has its checkpoints. Ctrl-C stops all runs at the end of their epochs, a second one at
+once. Functions are started anew where scripts resume.
 
 From Python, `ExperimentGrid` and `call_experiment` are Spinning Up's.
 """
 
-import argparse
+import ast
 import fnmatch
 import itertools
 import json
@@ -52,46 +66,37 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # so that any directory will do
-from benchmark import launch, slurm
-from benchmark.flags import find_field, read_fields
+sys.path.insert(0, str(ROOT))  # to find benchmark and common from any directory
+from rich.console import Console
+from rich.table import Table
+
+from benchmark import flags, launch, slurm
 from common import UsageError
+from common.mpi_tools import cores
 from common.serialization import printable, read_text
 
-MAX_RUNS = 100_000
-# Arguments of every script that the sweep itself sets.
-RESERVED = {
-    "exp_name": "the sweep's name makes it",
-    "data_dir": "it goes to the top of the file",
-    "num_cpu": "it goes to the top of the file",
-    "datestamp": "a sweep finds its runs again by their names",
-    "resume": "a sweep resumes by itself",
-    "overwrite": "a sweep never deletes a run",
-}
+MAX_RUNS = 10_000
+# Options of the command line: what each is, and its other names, which are Spinning Up's.
+OPTIONS = {"workers": int, "num_cpu": int, "data_dir": str, "name": str}
+OPTIONS |= dict.fromkeys(["datestamp", "retry_failed", "dry_run", "slurm"], bool)
+OTHER_NAMES = {"cpu": "num_cpu", "dt": "datestamp", "exp_name": "name"}
+SHORT_FLAGS = {"env": "env_id", "hid": "hidden_sizes", "act": "activation"}
 
 # ------------------------------------------------------------------------------------------- grids
 
 
 def valid_str(v):
-    """A value as part of a file name: lower case; all but letters, digits, -, _ and () become -."""
+    """A value as part of a file name: lower case; all but letters, digits, - and _ become -."""
     if hasattr(v, "__name__"):
         return valid_str(v.__name__)
     if isinstance(v, list | tuple):
         return "-".join(valid_str(x) for x in v)
-    return "".join(c if re.match(r"[-\w()]", c, re.ASCII) else "-" for c in str(v).lower())
+    return re.sub(r"[^-\w]", "-", str(v).lower(), flags=re.ASCII)
 
 
 def default_shorthand(key):
     """The first three letters of each colon-separated part: env_kwargs:speed -> env-spe."""
-    parts = [re.sub(r"[^A-Za-z0-9]", "", part[:3]) for part in key.split(":")]
-    return "-".join(parts)
-
-
-def get_value(variant, key):
-    """The value of a colon-separated key in a nested variant."""
-    for part in key.split(":"):
-        variant = variant[part]
-    return variant
+    return "-".join(re.sub(r"[^A-Za-z0-9]", "", part[:3]) for part in key.split(":"))
 
 
 class ExperimentGrid:
@@ -113,7 +118,7 @@ class ExperimentGrid:
 
         Args:
             key: an argument's name; colons reach into a table ("env_kwargs:speed").
-            vals: its values, a list; anything else is the only value.
+            vals: its values, a list; anything else, a tuple too, is the only value.
             shorthand: what stands for it in names; by default its first three letters.
             in_name: name it even if it has one value. (seed is never in a name.)
 
@@ -123,17 +128,19 @@ class ExperimentGrid:
         if not isinstance(key, str) or not all(key.split(":")):
             raise ValueError(f"a key must be words joined by colons, got {key!r}")
         for other in self.keys:
-            if other == key:
-                raise ValueError(f"{key} is in the grid already")
             if f"{key}:".startswith(f"{other}:") or f"{other}:".startswith(f"{key}:"):
                 raise ValueError(f"{key} and {other} set the same argument")
-        vals = list(vals) if isinstance(vals, list | tuple) else [vals]
+        vals = list(vals) if isinstance(vals, list) else [vals]
         if not vals:
             raise ValueError("an empty list")
         self.keys.append(key)
         self.vals.append(vals)
-        self.shs.append(valid_str(default_shorthand(key) if shorthand is None else shorthand))
+        self.shs.append(default_shorthand(key) if shorthand is None else shorthand)
         self.in_names.append(in_name)
+
+    def rows(self):
+        """(key, values, shorthand, in_name) of each key."""
+        return list(zip(self.keys, self.vals, self.shs, self.in_names, strict=True))
 
     def __len__(self):
         return math.prod(map(len, self.vals))
@@ -158,15 +165,15 @@ class ExperimentGrid:
         Keys with only booleans are named where they are true.
         """
         name = self.name
-        for key, vals, sh, in_name in zip(
-            self.keys, self.vals, self.shs, self.in_names, strict=True
-        ):
+        for key, vals, sh, in_name in self.rows():
             if (len(vals) > 1 or in_name) and key != "seed":
-                value = get_value(variant, key)
-                if all(isinstance(v, bool) for v in vals):
-                    name += f"_{sh}" if value else ""
-                else:
-                    name += f"_{sh}{valid_str(value)}"
+                value = variant
+                for part in key.split(":"):
+                    value = value[part]
+                if not all(isinstance(v, bool) for v in vals):
+                    name += f"_{valid_str(sh)}{valid_str(value)}"
+                elif value:
+                    name += f"_{valid_str(sh)}"
         return name.lstrip("_")
 
     def print(self, scripts=(), counts=None):
@@ -177,41 +184,61 @@ class ExperimentGrid:
         """
         seeds = len(self.vals[self.keys.index("seed")]) if "seed" in self.keys else 1
         total, seedless = counts or (len(self), len(self) // seeds)
-        text = ["=" * 80, f"ExperimentGrid [{self.name}] runs over parameters:", ""]
-        rows = list(zip(self.keys, self.vals, self.shs, strict=True))
-        for key, vals, sh in [("script", scripts, "")] * bool(scripts) + rows:
-            values = [str(v) for v in vals]
-            lines = ["  ".join(values)] if len("  ".join(values)) <= 50 else values
-            for i, line in enumerate(lines):
-                head = f" {key:<20} {f'[{sh}]' if sh else ''}" if i == 0 else ""
-                text.append(f"{head:<30}{line}")
-        text += ["", f" Variants, counting seeds:       {total:>8}"]
-        text += [f" Variants, not counting seeds:   {seedless:>8}", "=" * 80]
-        launch.say("\n".join(text))
+        table = Table(
+            title=f"ExperimentGrid [{self.name}]", title_justify="left", title_style="bold"
+        )
+        for name in ("parameter", "shorthand", "values"):
+            table.add_column(name, overflow="fold")
+        for key, vals, sh, _ in [("script", scripts, "", 0)] * bool(scripts) + self.rows():
+            values = [getattr(v, "__name__", str(v)) for v in vals]
+            table.add_row(*map(printable, (key, sh, ", ".join(values))))
+        console = Console(markup=False, highlight=False)
+        with console.capture() as text:  # say() knows about closed pipes
+            console.print(table)
+        launch.say(f"{text.get()}{total} variants, counting seeds; {seedless} without seeds\n")
 
-    def run(self, script, num_cpu=1, data_dir="data", workers=1, retry_failed=False):
-        """Run all variants of a script, or of each of a list of scripts.
+    def run(self, thunk, num_cpu=1, data_dir=None, datestamp=False, workers=1, retry_failed=False):
+        """Run all variants.
 
-        Returns True if all are finished. Raises UsageError before anything starts if an argument
-        is wrong.
+        Args:
+            thunk: a script's path, a function or its "module:name", the key of the grid whose
+                values are such, or a list of scripts or functions.
+            num_cpu: MPI ranks of each run; "auto" for as many as there are cores.
+            data_dir: where the runs go; None for "data".
+            datestamp: make new runs, with date and time in their directories' names.
+            workers: runs at a time.
+            retry_failed: run failed runs again.
+
+        Returns:
+            whether all runs are finished.
+
+        Raises:
+            UsageError: an argument is wrong; nothing was started.
         """
-        sweep = Sweep(self, script, num_cpu, workers, data_dir)
+        data_dir = "data" if data_dir is None else data_dir
+        sweep = Sweep(self, thunk, num_cpu, workers, data_dir, datestamp)
         return run_sweep(sweep, retry_failed=retry_failed) == 0
 
 
 def call_experiment(
-    exp_name, script, seed=0, num_cpu=1, data_dir="data", retry_failed=False, **kwargs
+    exp_name,
+    thunk,
+    seed=0,
+    num_cpu=1,
+    data_dir=None,
+    datestamp=False,
+    retry_failed=False,
+    **kwargs,
 ):
     """Run one experiment: `<data_dir>/<exp_name>/<exp_name>_s<seed>/`.
 
-    num_cpu: MPI ranks; "auto" for as many as there are cores. kwargs: the script's arguments; a
-    list is a value here, not a grid. Returns True if the run is finished at the end.
+    kwargs: arguments of the script or function; a list is one value here. For the others, and what
+    is returned and raised, see `ExperimentGrid.run`.
     """
     grid = ExperimentGrid(exp_name)
-    grid.add("seed", seed)
-    for key, value in kwargs.items():
+    for key, value in {"seed": seed, **kwargs}.items():
         grid.add(key, [value])
-    return grid.run(script, num_cpu, data_dir, retry_failed=retry_failed)
+    return grid.run(thunk, num_cpu, data_dir, datestamp, retry_failed=retry_failed)
 
 
 # ------------------------------------------------------------------------------------------ sweeps
@@ -219,23 +246,25 @@ def call_experiment(
 
 @dataclass
 class Sweep:
-    """A grid, the scripts it is for, and how to run them."""
+    """A grid, the scripts or functions it is for, and how to run them."""
 
     grid: ExperimentGrid
-    script: str | list
+    script: object  # see `thunk` in ExperimentGrid.run
     num_cpu: int | str = 1
     workers: int = 1
     data_dir: str = "data"
+    datestamp: bool = False
     slurm: dict = field(default_factory=dict)
     only: dict = field(default_factory=dict)  # key -> patterns of the scripts that take it
     source: str = ""  # the file it came from, for messages
+    notes: list = field(default_factory=list)  # of `plan`, for the user
 
 
 def plan(sweep):
-    """All runs of a sweep, checked against the flags of its scripts.
+    """All runs of a sweep, checked against the arguments of its scripts and functions.
 
     Raises:
-        UsageError: naming the file and the key that is wrong.
+        UsageError: naming the file and what is wrong in it.
     """
     try:
         return _plan(sweep)
@@ -245,98 +274,94 @@ def plan(sweep):
 
 def _plan(sweep):
     grid = sweep.grid
-    if not isinstance(grid.name, str) or not re.fullmatch(r"[\w.()-]*", grid.name, re.ASCII):
-        raise UsageError(f"name: letters, digits, and - _ . ( ) only, got {grid.name!r}")
-    if not grid.name or grid.name[0] in ".-":
-        raise UsageError(f"name: must begin with a letter or digit, got {grid.name!r}")
+    if not isinstance(grid.name, str) or not re.fullmatch(r"[^\W_][\w.()-]*", grid.name, re.ASCII):
+        raise UsageError(f"name: a letter or digit, then letters, digits, -_.(), got {grid.name!r}")
     if sweep.num_cpu != "auto" and not _is_count(sweep.num_cpu):
         raise UsageError(f'num_cpu: expected a positive int or "auto", got {sweep.num_cpu!r}')
     if not _is_count(sweep.workers):
         raise UsageError(f"workers: expected a positive int, got {sweep.workers!r}")
     if not isinstance(sweep.data_dir, str | Path) or "\0" in str(sweep.data_dir):
         raise UsageError(f"data_dir: expected a string, got {sweep.data_dir!r}")
+    if not isinstance(sweep.datestamp, bool):
+        raise UsageError(f"datestamp: expected true or false, got {sweep.datestamp!r}")
+    if "GRID_IMPORTING" in os.environ:
+        raise UsageError('a sweep must not start on import: put it under if __name__ == "__main__"')
+    sweep.slurm = slurm.check(sweep.slurm)
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S") if sweep.datestamp else ""
+
+    by_key = isinstance(sweep.script, str) and sweep.script in grid.keys
     scripts = sweep.script if isinstance(sweep.script, list) else [sweep.script]
+    scripts = grid.vals[grid.keys.index(sweep.script)] if by_key else scripts
     if not scripts:
         raise UsageError("script: an empty list")
-    sweep.slurm = slurm.check(sweep.slurm)
-
-    paths = [_find_script(script) for script in scripts]
-    for key, patterns in sweep.only.items():
-        for pattern in patterns:
-            if not any(fnmatch.fnmatchcase(path.stem, pattern) for path in paths):
-                raise UsageError(f"params.{key}: scripts: {pattern} is none of the sweep's scripts")
-
+    thunks = [flags.find(script) for script in scripts]
+    _check_keys(sweep, thunks)
     runs = []
-    for path in paths:
-        fields = read_fields(path)
-        for name in ("exp_name", "seed", "data_dir", "resume"):
-            if name not in fields:
-                raise UsageError(f"script: {path} has no flag --{name.replace('_', '-')}")
-        own = _grid_of_script(sweep, path)
+    for script, thunk in zip(scripts, thunks, strict=True):
+        own = ExperimentGrid(grid.name)
+        for key, vals, sh, in_name in grid.rows():
+            if by_key and key == sweep.script:
+                own.add(key, [script], sh, in_name or len(vals) > 1)
+            elif _is_for(sweep, key, thunk):
+                own.add(key, vals, sh, in_name)
         if len(runs) + len(own) > MAX_RUNS:
             raise UsageError(f"params: more than {MAX_RUNS} runs")
-        _check_params(own, path, fields)
         for variant in own.variants():
-            # With several scripts, the script is the first thing that varies.
-            exp_name = own.variant_name(variant)
-            if len(scripts) > 1:
-                exp_name = f"{own.name}_{valid_str(path.stem)}{exp_name[len(own.name) :]}"
-            params = {name: fields[name].check(value) for name, value in variant.items()}
-            seed = params.pop("seed", fields["seed"].default or 0)
-            run = launch.Run(str(path), exp_name, seed, params, fields, 1, str(sweep.data_dir))
+            name = own.variant_name(variant)
+            if len(thunks) > 1 and not by_key:  # then the script is the first thing that varies
+                name = f"{own.name}_{valid_str(thunk.name)}{name[len(own.name) :]}"
+            if by_key:
+                del variant[sweep.script]
+            try:
+                settings = thunk.parse(variant)
+            except (UsageError, ValueError, RecursionError) as e:
+                raise UsageError(f"params: {e}") from e
+            seed = variant.pop("seed", settings.get("seed", 0))
+            run = launch.Run(thunk, name, seed, variant, settings, 1, str(sweep.data_dir), stamp)
             if len(run.directory.name) > 200:
-                name = run.directory.name[:60]
-                raise UsageError(f"params: {name}... is too long for a file name")
+                raise UsageError(
+                    f"params: {run.directory.name[:60]}... is too long for a file name"
+                )
             run.num_cpu = _ranks(sweep, run)
             runs.append(run)
 
-    seen = {}
+    seen = set()
     for run in runs:
         key = str(run.directory).lower()  # some file systems do not tell case apart
         if key in seen:
             raise UsageError(f"params: two runs would share the directory {run.directory}")
-        seen[key] = run
+        seen.add(key)
     return runs
 
 
-def _grid_of_script(sweep, path):
-    """The sweep's grid without the keys that are for other scripts."""
-    grid = ExperimentGrid(sweep.grid.name)
-    for key, vals, sh, in_name in zip(
-        sweep.grid.keys, sweep.grid.vals, sweep.grid.shs, sweep.grid.in_names, strict=True
-    ):
-        if any(fnmatch.fnmatchcase(path.stem, p) for p in sweep.only.get(key, ["*"])):
-            grid.add(key, vals, sh, in_name)
-    return grid
+def _is_for(sweep, key, thunk):
+    """Whether a script or function gets a key of the sweep."""
+    return thunk.takes(key.split(":")[0]) and _is_named(sweep, key, thunk)
+
+
+def _is_named(sweep, key, thunk):
+    return any(fnmatch.fnmatchcase(thunk.name, p) for p in sweep.only.get(key, ["*"]))
+
+
+def _check_keys(sweep, thunks):
+    """Refuse keys that are for none of the scripts, and note for which they are not."""
+    for key, patterns in sweep.only.items():
+        for pattern in patterns:
+            if not any(fnmatch.fnmatchcase(thunk.name, pattern) for thunk in thunks):
+                raise UsageError(f"params.{key}: scripts: {pattern} is none of the sweep's scripts")
+    for key in sweep.grid.keys:
+        name = key.split(":")[0]
+        lack = [t for t in thunks if _is_named(sweep, key, t) and not t.takes(name)]
+        if key == sweep.script or not lack:
+            continue
+        if not any(_is_for(sweep, key, thunk) for thunk in thunks):
+            lack[0].parse({name: None})  # says what is wrong with it
+        names = ", ".join(thunk.name for thunk in lack)
+        sweep.notes.append(f"{name} is left out where there is no such argument: {names}")
 
 
 def _is_count(n):
     return isinstance(n, int) and not isinstance(n, bool) and n >= 1
-
-
-def _find_script(script):
-    if not isinstance(script, str | Path) or not str(script) or "\0" in str(script):
-        raise UsageError(f"script: expected a path, got {script!r}")
-    for base in (Path.cwd(), ROOT):
-        if os.path.isfile(base / script):  # False, too, for what cannot be a path
-            return base / script
-    raise UsageError(f"script: there is no file {script}")
-
-
-def _check_params(grid, path, fields):
-    """Check keys and single values first, so that a message can name the key as it was written."""
-    for key, vals in zip(grid.keys, grid.vals, strict=True):
-        name, *inner = key.split(":")
-        try:
-            if name in RESERVED:
-                raise UsageError(f"cannot be set here: {RESERVED[name]}")
-            arg = find_field(path, fields, name)
-            if inner and not {"dict", "any"} & arg.kinds:
-                raise UsageError(f"--{name.replace('_', '-')} is not a table")
-            for value in vals:
-                arg.check({":".join(inner): value} if inner else value)
-        except UsageError as e:
-            raise UsageError(f"params.{key}: {e}") from e
 
 
 def _ranks(sweep, run):
@@ -344,16 +369,13 @@ def _ranks(sweep, run):
     if sweep.num_cpu != "auto":
         return sweep.num_cpu
     try:
-        config = launch.read_json(run.directory / "config.json")
+        ranks = run.read_config().get("ranks")
     except (OSError, ValueError):
-        config = {}
-    if _is_count(config.get("ranks")):
-        return config["ranks"]  # a run that was begun on other cores goes on with as many ranks
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    n = max(1, cores // sweep.workers)
-    defaults = {name: f.default for name, f in run.fields.items()} | run.params
-    totals = [defaults.get("steps_per_epoch", 0), defaults.get("batch_size", 0)]
-    while any(total % n for total in totals):
+        ranks = None
+    if _is_count(ranks):
+        return ranks  # a run that was begun on other cores goes on with as many ranks
+    n = max(1, cores() // sweep.workers)
+    while any(run.settings.get(name, 0) % n for name in ("steps_per_epoch", "batch_size")):
         n -= 1
     return n
 
@@ -365,45 +387,41 @@ def read_sweep(path):
         data = tomllib.loads(read_text(found if found.exists() else path))
     except (OSError, ValueError, RecursionError) as e:
         raise UsageError(f"{path}: {e.strerror if isinstance(e, OSError) else e}") from e
-    known = ("name", "script", "num_cpu", "workers", "data_dir", "params", "slurm")
-    for key in data:
-        if key not in known:
-            raise UsageError(f"{path}: unknown key {key}; there are {', '.join(known)}")
-    for key in ("params", "slurm"):
-        if not isinstance(data.get(key, {}), dict):
-            raise UsageError(f"{path}: {key}: expected a table")
-    if "script" not in data:
-        raise UsageError(f"{path}: script: missing")
-    grid, only = ExperimentGrid(data.get("name", Path(path).stem)), {}
-    for key, value in data.get("params", {}).items():
-        try:
+    known = ("name", "script", "num_cpu", "workers", "data_dir", "datestamp", "params", "slurm")
+    try:
+        check_table(data, known, params=dict, slurm=dict)
+        if "script" not in data:
+            raise ValueError("script: missing")
+        grid, only = ExperimentGrid(data.pop("name", Path(path).stem)), {}
+        for key, value in data.pop("params", {}).items():
             _add_param(grid, only, key, value)
-        except ValueError as e:
-            raise UsageError(f"{path}: params.{key}: {e}") from e
-    rest = {key: data[key] for key in ("num_cpu", "workers", "data_dir", "slurm") if key in data}
-    return Sweep(grid, data["script"], source=str(path), only=only, **rest)
+    except ValueError as e:
+        raise UsageError(f"{path}: {e}") from e
+    return Sweep(grid, source=str(path), only=only, **data)
+
+
+def check_table(table, known, **types):
+    """Raise ValueError if a table has an unknown key, or a value of another type than given."""
+    for key, value in table.items():
+        if key not in known:
+            raise ValueError(f"unknown key {key}; there are {', '.join(known)}")
+        if key in types and not isinstance(value, types[key]):
+            raise ValueError(f"{key}: expected a {types[key].__name__}, got {value!r}")
 
 
 def _add_param(grid, only, key, value):
     """Add a key of [params], a value or in the long form, to the grid; its scripts to `only`."""
-    if not isinstance(value, dict) or "vals" not in value:
-        grid.add(key, [value] if isinstance(value, dict) else value)
-        return
-    known = ("vals", "shorthand", "in_name", "scripts")
-    for name in value:
-        if name not in known:
-            raise ValueError(f"unknown key {name}; there are {', '.join(known)}")
-    shorthand, in_name = value.get("shorthand"), value.get("in_name", False)
-    if shorthand is not None and not isinstance(shorthand, str):
-        raise ValueError(f"shorthand: expected a string, got {shorthand!r}")
-    if not isinstance(in_name, bool):
-        raise ValueError(f"in_name: expected true or false, got {in_name!r}")
-    if "scripts" in value:
-        patterns = value["scripts"]
-        if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
-            raise ValueError(f"scripts: expected a list of names, got {patterns!r}")
-        only[key] = patterns
-    grid.add(key, value["vals"], shorthand, in_name)
+    try:
+        if not isinstance(value, dict) or "vals" not in value:
+            grid.add(key, [value] if isinstance(value, dict) else value)
+            return
+        known = ("vals", "shorthand", "in_name", "scripts")
+        check_table(value, known, shorthand=str, in_name=bool, scripts=list)
+        if "scripts" in value:
+            only[key] = [str(pattern) for pattern in value.pop("scripts")]
+        grid.add(key, **value)
+    except ValueError as e:
+        raise ValueError(f"params.{key}: {e}") from e
 
 
 def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
@@ -417,9 +435,11 @@ def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
             raise UsageError(f"cannot write to {sweep.data_dir}: {e.strerror}") from e
         if not os.access(sweep.data_dir, os.W_OK):
             raise UsageError(f"cannot write to {sweep.data_dir}")
-        scripts = sorted({Path(run.script).stem for run in runs})
+        scripts = sorted({run.thunk.name for run in runs})
         counts = len(runs), len({run.exp_name for run in runs})
         sweep.grid.print(scripts if len(scripts) > 1 else (), counts)
+    for note in sweep.notes:
+        launch.say(f"# {note}")
     for run in runs:
         if not use_slurm:
             launch.command(run)  # raises where there is no mpirun
@@ -439,144 +459,123 @@ def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
         return 0
 
     began = time.monotonic()
-    results, signum = launch.run_all(runs, sweep.workers, retry_failed, name)
-    launch.say(f"\n{launch.summary(results, name, time.monotonic() - began, signum)}")
-    if all(result.outcome in ("finished", "finished before") for result in results):
-        here = os.path.relpath(Path(__file__).parent)
-        names = {run.exp_name for run in runs}
-        logs = Path(sweep.data_dir, name if names == {name} else f"{name}_")
-        plot, test = (shlex.join(["python", f"{here}/{p}.py"]) for p in ("plot", "test_policy"))
-        launch.say(f"\nPlot it:  {plot} {shlex.quote(str(logs))}")
-        launch.say(f"Watch it: {test} {shlex.quote(str(runs[0].directory))}")
-        return 0
-    return 128 + signum if signum else 1
+    signum = launch.run_all(runs, sweep.workers, retry_failed, name)
+    launch.say(f"\n{launch.summary(runs, name, time.monotonic() - began, signum)}")
+    if not all(run.outcome.startswith("finished") for run in runs):
+        return 128 + signum if signum else 1
+    here = os.path.relpath(Path(__file__).parent)
+    launch.say(f"\nPlot it:  {shlex.join(['python', f'{here}/plot.py', *logdirs(runs, name)])}")
+    if isinstance(runs[0].thunk, flags.Script):
+        words = ["python", f"{here}/test_policy.py", str(runs[0].directory)]
+        launch.say(f"Watch it: {shlex.join(words)}")
+    return 0
+
+
+def logdirs(runs, name):
+    """What to give to plot.py: a beginning of names if it stands for these runs and no others."""
+    own = {run.directory.parent for run in runs}
+    start = next(iter(own)).parent / f"{name}_"
+    if set(start.parent.glob(f"{start.name}*")) == own:
+        return [str(start)]
+    return sorted(map(str, own))
 
 
 # ------------------------------------------------------------------------------------ command line
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise UsageError(message)
-
-
-def parse_args(argv):
-    """The options, and the words of the script's own flags: {flag: words}."""
-    parser = Parser(
-        prog="grid.py",
-        usage="grid.py SWEEP.toml [options]\n"
-        "       grid.py SCRIPT.py [SCRIPT.py ...] [--flag VALUE ...] [options]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("sweep", nargs="+", help=argparse.SUPPRESS)
-    add("--workers", type=int, metavar="N", help="runs at a time (default: the file's, or 1)")
-    add(
-        "--num-cpu",
-        metavar="N",
-        help='MPI ranks of each run, or "auto" (default: the file\'s, or 1)',
-    )
-    add("--data-dir", metavar="DIR", help="where the runs go (default: the file's, or data)")
-    add("--name", "--exp-name", metavar="NAME", help="name of the sweep")
-    add("--retry-failed", action="store_true", help="run failed runs again, from their checkpoints")
-    add("--dry-run", action="store_true", help="print the commands and run nothing")
-    add("--slurm", action="store_true", help="submit the runs as a Slurm job array")
-
-    # What is not an option of ours is a flag of the script's and takes the words that follow it.
-    ours = {s: a.nargs for a in parser._actions for s in a.option_strings}
-    own, flags, target = [], {}, None
-    for i, word in enumerate(argv):
-        if re.match(r"--?[A-Za-z]", word):
-            flag = word.split("=", 1)[0]
-            if flag in ours:
-                own.append(word)
-                target = own if "=" not in word and ours[flag] is None else None
-                continue
-            if i == 0:
-                raise UsageError(f"expected a sweep file or a script, got {word}")
-            if flag in flags:
-                raise UsageError(f"{flag} is given twice; a grid is {flag} VALUE VALUE ...")
-            flags[flag] = word.split("=", 1)[1:]
-            target = flags[flag]
-        elif target is own:
-            own.append(word)
-            target = None
-        elif target is not None:
-            target.append(word)
-        elif flags or any(w.startswith("-") for w in own):
-            raise UsageError(f"unexpected {word}")
-        else:
-            own.append(word)
-    args = parser.parse_args(own)
-    if args.num_cpu is not None and args.num_cpu != "auto":
-        try:
-            args.num_cpu = int(args.num_cpu)
-        except ValueError:
-            raise UsageError(f'--num-cpu: expected an int or "auto", got {args.num_cpu}') from None
-    return args, flags
-
-
-def sweep_from_words(scripts, flags):
-    """A sweep from a command line: scripts and {flag: words}; --flag[sh] sets the shorthand."""
-    paths = [_find_script(script) for script in scripts]
-    fields = {}
-    for path in reversed(paths):
-        fields |= read_fields(path)
-    grid = ExperimentGrid(valid_str(paths[0].stem) if len(paths) == 1 else "grid")
-    for word, words in flags.items():
-        match = re.fullmatch(r"--([\w:-]+?)(?:\[([\w()-]+)\])?", word)
+def read_words(argv):
+    """A command line as ([sweep or scripts], {flag: (words, shorthand or None)})."""
+    heads, found = [], {}
+    words = heads
+    for word in argv:
+        match = re.fullmatch(r"--?([A-Za-z][\w:-]*)(?:\[([\w()-]*)\])?(?:=(.*))?", word, re.S)
         if not match:
-            raise UsageError(f"cannot read {word}")
-        key, shorthand = match[1].replace("-", "_"), match[2]
-        name, *inner = key.split(":")
+            words.append(word)
+            continue
+        key = match[1].replace("-", "_")
+        key = OTHER_NAMES.get(key, key)
+        if key in found:
+            raise UsageError(f"{word} is given twice; a grid is --flag VALUE VALUE ...")
+        words = [] if match[3] is None else [match[3]]
+        found[key] = words, match[2]
+    return heads, found
+
+
+def take_options(found):
+    """Take the options of grid.py itself out of {flag: (words, shorthand)}: {option: value}."""
+    options = {}
+    for name, kind in OPTIONS.items():
+        if name in found:
+            words, _ = found.pop(name)
+            if len(words) != (kind is not bool):
+                extra = f"unexpected {words[-1]}" if words else "a value is missing"
+                raise UsageError(f"{flags.flag(name)}: {extra}")
+            try:
+                options[name] = kind(words[0]) if words and words != ["auto"] else [*words, True][0]
+            except ValueError:
+                raise UsageError(f"{flags.flag(name)}: expected a number, got {words[0]}") from None
+    return options
+
+
+def sweep_from_words(scripts, found, named):
+    """A sweep from a command line: scripts and {flag: (words, shorthand)}."""
+    thunks = [flags.find(script) for script in scripts]
+    grid = ExperimentGrid(valid_str(thunks[0].name) if len(thunks) == 1 else "grid")
+    for key, (words, shorthand) in found.items():
+        name = key.split(":")[0]
+        if key in SHORT_FLAGS and not any(t.takes(key) for t in thunks):
+            key = name = SHORT_FLAGS[key]
+        values = [read_value(word) for word in words] or [True]
+        if not words and name.startswith("no_") and any(t.takes(name[3:]) for t in thunks):
+            key, values = key[3:], [False]
+        if name == "activation":  # torch.nn.Tanh, as in Spinning Up
+            values = [str(value).rpartition(".")[2].lower() for value in values]
+        if any(t.takes_list(name) for t in thunks) and not any(
+            isinstance(value, list | tuple) for value in values
+        ):
+            values = [values]  # --hidden-sizes 64 64
         try:
-            if name not in fields and name.startswith("no_") and name[3:] in fields and not words:
-                key, name, words = name[3:], name[3:], ["false"]
-            arg = find_field(paths[0], fields, name)
-            if not words and "bool" in arg.kinds:
-                words = ["true"]
-            if not words:
-                raise UsageError("no value")
-            if inner:
-                arg = type(arg)(name, frozenset({"any"}))
-                values = [_any_value(w) for w in words]
-            else:
-                values = [arg.parse(w) for w in words]
-            # Its own environment in the name: another grid on this script will have another.
-            grid.add(key, values, shorthand, in_name=key == "env_id" or shorthand is not None)
+            # The name that the script gives holds the environment: another grid has another.
+            grid.add(key, values, shorthand, in_name=key == "env_id" and not named)
         except ValueError as e:
-            raise UsageError(f"{word}: {e}") from e
-    return Sweep(grid, [str(path) for path in paths])
+            raise UsageError(f"{flags.flag(key)}: {e}") from e
+    return Sweep(grid, [str(script) for script in scripts])
 
 
-def _any_value(word):
-    """A word as JSON, or as it is."""
-    try:
-        return json.loads(word)
-    except (ValueError, RecursionError):
-        return word
+def read_value(word):
+    """A word of a command line as JSON or a Python literal, or as it is."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            return read(word)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return word
 
 
 def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if {"-h", "--help"} & set(argv):
+        launch.say(__doc__.strip())
+        sys.exit(0)
     try:
-        args, flags = parse_args(sys.argv[1:] if argv is None else argv)
-        if args.sweep[0].endswith(".toml"):
-            if len(args.sweep) > 1:
-                raise UsageError(f"one sweep at a time, got {' '.join(args.sweep)}")
-            if flags:
-                flag = next(iter(flags))
+        heads, found = read_words(argv)
+        options = take_options(found)
+        if not heads:
+            raise UsageError("expected a sweep file, a script or a function; see --help")
+        if str(heads[0]).endswith(".toml"):
+            if len(heads) > 1:
+                raise UsageError(f"one sweep at a time, got {' '.join(heads)}")
+            if found:
+                flag = flags.flag(next(iter(found)))
                 raise UsageError(f"{flag} is no option; parameters of a sweep go into its file")
-            sweep = read_sweep(args.sweep[0])
+            sweep = read_sweep(heads[0])
         else:
-            sweep = sweep_from_words(args.sweep, flags)
-        for name in ("workers", "num_cpu", "data_dir"):
-            if getattr(args, name) is not None:
-                setattr(sweep, name, getattr(args, name))
-        if args.name is not None:
-            sweep.grid.name = args.name
-        sys.exit(run_sweep(sweep, args.retry_failed, args.dry_run, args.slurm))
+            sweep = sweep_from_words(heads, found, "name" in options)
+        sweep.grid.name = options.pop("name", sweep.grid.name)
+        how = [options.pop(name, False) for name in ("retry_failed", "dry_run", "slurm")]
+        for name, value in options.items():
+            setattr(sweep, name, value)
+        sys.exit(run_sweep(sweep, *how))
     except UsageError as e:
         print(f"grid.py: error: {printable(e, 1000)}", file=sys.stderr)
         sys.exit(2)

@@ -117,6 +117,8 @@ def _parse(Args, argv, **options):
     except SystemExit:
         lines = [line.strip("│╭╮╰╯ ") for line in box.getvalue().splitlines()]
         lines = [line for line in lines if line and not line.endswith("─")]
+        if len(lines) > 1 and not lines[1].strip("-"):  # a title, on a terminal without UTF-8
+            lines = lines[2:]
         _, found, advice = " ".join(lines).partition("Perhaps you meant:")
         hint = f" (perhaps {advice.split()[0].rstrip(',')}?)" if found else ""
         raise UsageError(" ".join(lines[:1]) + hint) from None

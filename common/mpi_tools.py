@@ -241,6 +241,16 @@ def threads_per_rank():
     return max(1, min(MAX_THREADS, cores() // ranks_here))
 
 
+def find_mpirun():
+    """The mpirun beside this interpreter, in an activated environment or not, else that on PATH.
+
+    Returns:
+        its path, or None.
+    """
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    return shutil.which("mpirun", path=path)
+
+
 def mpi_fork(n):
     """Relaunch this very command line under `mpirun -np n`, unless it runs there already.
 
@@ -266,9 +276,7 @@ def mpi_fork(n):
                 "mpirun; without mpirun, mpi4py and the mpirun on PATH are of different MPIs"
             )
         return
-    # The mpirun of this interpreter's environment comes first, activated or not.
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    mpirun = shutil.which("mpirun", path=path)
+    mpirun = find_mpirun()
     if mpirun is None:
         raise UsageError(f"--num-cpu {n} needs mpirun, and there is none on PATH")
     sys.stdout.flush()

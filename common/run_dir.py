@@ -44,11 +44,12 @@ def setup_logger_kwargs(exp_name, seed=None, data_dir="data", datestamp=False):
         raise UsageError(f"--exp-name must be a plain name, not {printable(ascii(exp_name))}")
     if len(exp_name.encode()) > MAX_NAME:
         raise UsageError(f"--exp-name must have at most {MAX_NAME} bytes: {printable(exp_name)}")
-    now = broadcast(datetime.now())
-    day, second = (f"{now:%Y-%m-%d}_", f"{now:%Y-%m-%d_%H-%M-%S}-") if datestamp else ("", "")
-    path = Path(data_dir, day + exp_name)
+    # A sweep sets the time, since it has to know the directories of its runs.
+    now = os.environ.get("SWEEP_DATESTAMP") or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    now = broadcast(now)
+    path = Path(data_dir, f"{now[:10]}_{exp_name}" if datestamp else exp_name)
     if seed is not None:
-        path /= f"{second}{exp_name}_s{seed}"
+        path /= f"{now}-{exp_name}_s{seed}" if datestamp else f"{exp_name}_s{seed}"
     check_inside(data_dir, path)
     return {"output_dir": str(path), "exp_name": exp_name}
 

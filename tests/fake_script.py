@@ -26,10 +26,11 @@ class Args:
     exp_name: str | None = None  # name of the experiment
     seed: NonNegInt = 0  # random seed
     data_dir: str = "data"  # directory that holds the run directories
+    datestamp: bool = False  # put date and time into the run directory's name
     resume: bool = False  # continue the run that the directory holds
     num_cpu: PosInt = 1  # ranks
     compile: bool = False  # a boolean
-    env_id: str = "Fake-v4"  # environment
+    env_id: str = "Hopper-v4"  # environment
     env_kwargs: JsonDict = field(default_factory=dict)  # JSON
     epochs: PosInt = 3  # number of epochs
     steps_per_epoch: PosInt = 12  # steps
@@ -74,6 +75,9 @@ def main():
         print("fake_script.py: error: refused", file=sys.stderr)
         sys.exit(2)
     run = Path(args.data_dir, args.exp_name, f"{args.exp_name}_s{args.seed}")
+    if args.datestamp:
+        stamp = os.environ["SWEEP_DATESTAMP"]
+        run = Path(args.data_dir, f"{stamp[:10]}_{args.exp_name}", f"{stamp}-{run.name}")
     run.mkdir(parents=True, exist_ok=True)
     stop = []
     for signum in (signal.SIGTERM, signal.SIGUSR1):

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from benchmark import grid, launch, plot
+from benchmark import flags, grid, launch, plot
 from benchmark import test_policy as tp
 from common import UsageError, logger, run_dir
 from common.checkpoint import Checkpointer, CheckpointError, tree_from_bytes, tree_to_bytes
@@ -257,7 +257,9 @@ def test_any_sweep_is_planned_inside_data_dir_or_refused(text):
             for run in runs:
                 assert os.path.dirname(os.path.dirname(os.path.abspath(run.directory))) == inside
                 assert re.fullmatch(r"[\w.()-]+", run.directory.name, re.ASCII)
-                assert all(isinstance(word, str) and "\0" not in word for word in run.flags())
+                assert all(
+                    isinstance(word, str) and "\0" not in word for word in run.thunk.command(run)
+                )
             assert len({run.directory for run in runs}) == len(runs)
         assert [p.name for p in Path(directory).iterdir()] == ["sweep.toml"]
 
@@ -454,7 +456,7 @@ def test_a_damaged_run_keeps_no_other_from_being_plotted(run_on_disk, capsys, da
         assert len(good) == 1 and good[0]["AverageEpRet"].tolist() == [0, 10.5, 21]
         for curve in plot.collect_curves(datasets, "TotalEnvInteracts", "Performance"):
             assert curve.attrs["label"].isprintable()
-        run = launch.Run("x.py", "bad", 0, {}, {}, 1, directory)
+        run = launch.Run(flags.find(FAKE), "bad", 0, {}, {}, 1, directory)
         word, detail = launch.status(run)
         assert word in ("finished", "interrupted", "failed", "too short")
         assert detail == "" or detail.isprintable()

@@ -5,7 +5,6 @@ The runs are those of tests/fake_script.py, which takes milliseconds; one test i
 
 import json
 import os
-import pickle
 import pty
 import re
 import shlex
@@ -13,19 +12,20 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 
+import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from conftest import ROOT, load_script, run, wait_for
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from benchmark import flags, grid, launch
+from benchmark import flags, grid, launch, plot
 from common import UsageError
+from common.logger import setup_logger_kwargs
 
 FAKE = ROOT / "tests" / "fake_script.py"
 GRID = ROOT / "benchmark" / "grid.py"
+SCRIPTS = sorted((ROOT / "algos").glob("*.py"))
 
 
 def write_sweep(path, params="", top=""):
@@ -35,33 +35,23 @@ def write_sweep(path, params="", top=""):
     return path
 
 
-def run_grid(cwd, *args, **kwargs):
-    return subprocess.run(
-        [sys.executable, str(GRID), *map(str, args)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        **kwargs,
-    )
+@pytest.fixture
+def main(tmp_path, monkeypatch, capsys):
+    """grid.py in this process and an empty directory: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args):
+        with pytest.raises(SystemExit) as stopped:
+            grid.main([str(arg) for arg in args])
+        return stopped.value.code, *capsys.readouterr()
+
+    return call
 
 
 def start_grid(cwd, *args):
-    return subprocess.Popen(
-        [sys.executable, str(GRID), *map(str, args)],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_until(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
+    words = [sys.executable, str(GRID), *map(str, args)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(words, cwd=cwd, text=True, start_new_session=True, **pipes)
 
 
 def processes_of(directory):
@@ -70,136 +60,139 @@ def processes_of(directory):
     return [line for line in listing.stdout.splitlines() if str(directory) in line]
 
 
-def progress(run_dir, without_time=True):
+def progress(run_dir, time=False):
+    """Rows of progress.txt; [] before there is one."""
+    if not (run_dir / "progress.txt").exists():
+        return []
     rows = [line.split("\t") for line in (run_dir / "progress.txt").read_text().splitlines()]
-    return [row[:-1] for row in rows] if without_time else rows
+    return rows if time else [row[:-1] for row in rows]
+
+
+def read(run_dir, name="config.json"):
+    return json.loads((run_dir / name).read_text())
 
 
 def status(run_dir):
-    return json.loads((run_dir / "status.json").read_text())["status"]
+    return read(run_dir, "status.json")["status"]
 
 
 # ------------------------------------------------------------------------------------------- names
 
 
-def test_valid_str_is_spinning_ups():
-    assert grid.valid_str("HalfCheetah-v4") == "halfcheetah-v4"
-    assert grid.valid_str([64, (32, "A b")]) == "64-32-a-b"
-    assert grid.valid_str(0.1) == "0-1"
-    assert grid.valid_str(1e-5) == "1e-05"
-    assert grid.valid_str(print) == "print"
-    assert grid.valid_str("../Ä(x)") == "----(x)"
+class Tanh:
+    pass
 
 
-def test_default_shorthand():
-    assert grid.default_shorthand("env_id") == "env"
-    assert grid.default_shorthand("ac_kwargs:hidden_sizes") == "ac-hid"
+# What Spinning Up's ExperimentGrid calls the variants of such grids, seeds left out.
+NAMES = [
+    ("ppo", [("env_id", "Hopper-v4")], "ppo"),
+    ("ppo", [("env_id", ["Hopper-v4", "Ant-v4"])], "ppo_envhopper-v4 ppo_envant-v4"),
+    ("ppo", [("env_id", "Ant-v4", None, True), ("gamma", 0.99)], "ppo_envant-v4"),
+    ("", [("env_id", ["Hopper-v4"], "", True)], "hopper-v4"),
+    ("", [("lam", [0.9, 0.97]), ("gamma", 1, None, True)], "lam0-9_gam1 lam0-97_gam1"),
+    ("_x_", [("lr", [1e-3, 3e-4])], "x__lr0-001 x__lr0-0003"),
+    ("A.b", [("lr", [1, 2])], "A.b_lr1 A.b_lr2"),
+    ("lr", [("pi_lr", [1e-5, 0.00001234, 1e20])], "lr_pi1e-05 lr_pi1-234e-05 lr_pi1e-20"),
+    ("q", [("q_lr", [0.5, 1]), ("polyak", [0.995])], "q_ql0-5 q_ql1"),
+    ("neg", [("fail_at", [-1, -0.5])], "neg_fai-1 neg_fai-0-5"),
+    ("inf", [("clip", [float("inf"), float("nan")])], "inf_cliinf inf_clinan"),
+    ("n", [("hidden_sizes", [[32], [64, 64], []], "hid")], "n_hid32 n_hid64-64 n_hid"),
+    ("n", [("hidden_sizes", [(32,), (64, 64)])], "n_hid32 n_hid64-64"),
+    ("n", [("hidden_sizes", (64, 64), None, True)], "n_hid64-64"),
+    ("n", [("hidden_sizes", (64, 64))], "n"),
+    ("n", [("ac_kwargs:hidden_sizes", [[[8], (4, 2)], [[1]]])], "n_ac-hid8-4-2 n_ac-hid1"),
+    ("k", [("env_kwargs:reset_noise", [0.1, 0.2]), ("lam", 1)], "k_env-res0-1 k_env-res0-2"),
+    ("k", [("a:bc:def_g", [1]), ("a:bc:_h", [2, 3])], "k_a-bc-h2 k_a-bc-h3"),
+    ("k", [("A9:_", [0, 1])], "k_a9-0 k_a9-1"),
+    ("k", [("env_kwargs", {"size": 5}, None, True)], "k_env--size---5-"),
+    ("k", [("env_kwargs:seed", [0, 1]), ("seed", [0, 1])], "k_env-see0 k_env-see1"),
+    ("s", [("seed", [0, 1], "sd", True)], "s"),
+    ("b", [("compile", [True, False]), ("seed", [7])], "b_com b"),
+    ("b", [("compile", True, None, True), ("norm_obs", False, None, True)], "b_com"),
+    ("b", [("compile", [True, 0])], "b_comtrue b_com0"),
+    ("b", [("flag", [True, False], "")], "b_ b"),
+    (
+        "none",
+        [("target_kl", [None, 0.01]), ("device", "", "", True)],
+        "none_tarnone_ none_tar0-01_",
+    ),
+    ("sh", [("activation", ["tanh", "relu"], "")], "sh_tanh sh_relu"),
+    ("sh", [("clip_ratio", [0.1, 0.2], "Clip(eps)")], "sh_clip-eps-0-1 sh_clip-eps-0-2"),
+    ("sh", [("gamma", [0.9, 1.0], "g/a m.")], "sh_g-a-m-0-9 sh_g-a-m-1-0"),
+    (
+        "str",
+        [("env", ["my_package:MyEnv-v0", "A/B-v5"])],
+        "str_envmy_package-myenv-v0 str_enva-b-v5",
+    ),
+    ("str", [("note", ["A (b)/c", "x.y~z", "É_é"])], "str_nota--b--c str_notx-y-z str_not-_-"),
+    (
+        "str",
+        [("note", "ab", None, True), ("no", ["1e-3", "a,b"])],
+        "str_notab_no1e-3 str_notab_noa-b",
+    ),
+    ("f", [("act", ["torch.nn.Tanh", Tanh, max])], "f_acttorch-nn-tanh f_acttanh f_actmax"),
+    ("f", [("ac", [[Tanh, max], (min,)], "ac")], "f_actanh-max f_acmin"),
+    ("np", [("lam", [np.float64(0.5), np.int64(3), np.str_("X")])], "np_lam0-5 np_lam3 np_lamx"),
+    ("path", [("load", [PurePosixPath("/a/b.pt"), "c"])], "path_loa-a-b-pt path_loac"),
+    ("o", [("z", [1, 2]), ("a", [True, False], "M")], "o_z1_m o_z1 o_z2_m o_z2"),
+    ("up", [("L2_reg", [1]), ("x", ["UPPER", "Lower"])], "up_xupper up_xlower"),
+]
 
 
-def test_variants_and_their_names():
+@pytest.mark.parametrize(("name", "rows", "expected"), NAMES)
+def test_variants_are_named_as_in_spinning_up(name, rows, expected):
+    g = grid.ExperimentGrid(name)
+    for row in rows:
+        g.add(*row)
+    names = [g.variant_name(variant) for variant in g.variants()]
+    assert list(dict.fromkeys(names)) == expected.split(" ")
+
+
+def test_variants_are_nested_and_the_first_key_varies_slowest(capsys):
     g = grid.ExperimentGrid("ppo")
-    g.add("env_id", ["Hopper-v4", "Ant-v4"])
-    g.add("env_kwargs:reset_noise_scale", [0.1, 0.2])
-    g.add("hidden_sizes", [[32], [64, 64]], shorthand="hid")
-    g.add("compile", [True, False])
-    g.add("gamma", 0.9, in_name=True)
-    g.add("lam", 0.95)
+    g.add("env_kwargs:a:b", [0.1, 0.2])
+    g.add("env_kwargs:c", (1, 2))
     g.add("seed", [0, 1])
-    variants = g.variants()
-    assert len(variants) == len(g) == 32
-    first = {
-        "env_id": "Hopper-v4",
-        "env_kwargs": {"reset_noise_scale": 0.1},
-        "hidden_sizes": [32],
-        "compile": True,
-        "gamma": 0.9,
-        "lam": 0.95,
-        "seed": 0,
-    }
-    assert variants[0] == first
-    assert variants[1] == {**first, "seed": 1}
-    assert variants[-1]["env_id"] == "Ant-v4" and variants[-1]["compile"] is False
-    assert g.variant_name(variants[0]) == "ppo_envhopper-v4_env-res0-1_hid32_com_gam0-9"
-    assert g.variant_name(variants[1]) == g.variant_name(variants[0])
-    assert g.variant_name(variants[-1]) == "ppo_envant-v4_env-res0-2_hid64-64_gam0-9"
-
-
-def test_print_counts_variants(capsys):
-    g = grid.ExperimentGrid("ppo")
-    g.add("env_id", ["Hopper-v4", "Ant-v4"])
-    g.add("seed", [0, 1, 2])
+    tables = [{"env_kwargs": {"a": {"b": b}, "c": (1, 2)}} for b in (0.1, 0.2)]
+    assert g.variants() == [{**t, "seed": seed} for t in tables for seed in (0, 1)]
     g.print()
     text = capsys.readouterr().out
-    assert "ExperimentGrid [ppo]" in text and "Hopper-v4  Ant-v4" in text
-    assert re.search(r"Variants, counting seeds: +6\n", text)
-    assert re.search(r"Variants, not counting seeds: +2\n", text)
-
-
-@pytest.mark.parametrize("key", ["env_kwargs", "env_kwargs:a", "env_kwargs:a:b"])
-def test_a_key_cannot_reach_into_another(key):
-    g = grid.ExperimentGrid("x")
-    g.add("env_kwargs:a", [1])
-    with pytest.raises(ValueError, match="env_kwargs:a"):
-        g.add(key, [2])
+    assert "[ppo]" in text and "0.1, 0.2" in text and "env-a-c" not in text and "env-c" in text
+    assert "4 variants, counting seeds; 2 without seeds" in text
+    for key in ("env_kwargs", "env_kwargs:a", "env_kwargs:a:b", "env_kwargs:a:b:c"):
+        with pytest.raises(ValueError, match="set the same argument"):
+            g.add(key, [2])
 
 
 # ------------------------------------------------------------------------------------------- flags
 
 
-SCRIPTS = sorted((ROOT / "algos").glob("*.py"))
-
-
-@pytest.fixture(scope="module")
-def true_defaults():
-    """{script name: {flag: default}}, by importing all scripts, in one process of its own."""
-    code = """
-import dataclasses, importlib.util, json, pathlib, sys
-truth = {}
-for path in map(pathlib.Path, sys.argv[1:]):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    truth[path.name] = dataclasses.asdict(module.Args())
-print(json.dumps(truth))
-"""
-    words = [sys.executable, "-c", code, *SCRIPTS]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
-def test_flags_read_from_the_source_are_those_of_the_script(script, true_defaults):
-    """Name, default and type of every flag, against the dataclass itself."""
-    truth = true_defaults[script.name]
-    fields = flags.read_fields(script)
-    assert {name: json.loads(json.dumps(f.default)) for name, f in fields.items()} == truth
-    for name, f in fields.items():
-        assert f.has_default and "any" not in f.kinds, name
-        f.check(truth[name])
-    assert fields["gamma"].high == 1 and fields["hidden_sizes"].low == 1
+def test_flags_are_read_without_importing_the_script(script):
+    """In a process of its own, against what the script itself prints with --help."""
+    code = f"""
+import json, sys
+sys.path.insert(0, {str(ROOT)!r})
+from benchmark.flags import find
+settings = find({str(script)!r}).parse({{"hidden_sizes": [8, 4], "gamma": 1, "exp_name": None}})
+print(json.dumps(settings))
+assert not {{"torch", "tensorflow"}} & set(sys.modules)
+""".replace('"exp_name": None', '"seed": 3')
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    settings = json.loads(done.stdout)
+    assert settings["hidden_sizes"] == [8, 4] and settings["gamma"] == 1.0 and settings["seed"] == 3
+    fields = re.findall(r"^    (\w+): .*= .*#", script.read_text().split("# Networks")[0], re.M)
+    assert list(settings) == fields
 
 
 def test_words_of_a_command_line():
-    fields = flags.read_fields(FAKE)
-    assert fields["hidden_sizes"].words([64, 32]) == ["--hidden-sizes", "64", "32"]
-    assert fields["compile"].words(False) == ["--no-compile"]
-    assert fields["env_kwargs"].words({"a": 1}) == ["--env-kwargs", '{"a": 1}']
-    assert fields["fail_at"].words(-1) == ["--fail-at=-1"]
-
-
-def test_values_from_a_command_line():
-    fields = flags.read_fields(FAKE)
-    assert fields["hidden_sizes"].parse("64,32") == [64, 32]
-    assert fields["hidden_sizes"].parse("[64]") == [64]
-    assert fields["alpha"].parse("auto") == "auto"
-    assert fields["alpha"].parse(".5") == 0.5
-    assert fields["exp_name"].parse("5") == "5"
-    assert fields["compile"].parse("True") is True
-    assert fields["env_kwargs"].parse('{"a": 1}') == {"a": 1}
-    for name, word in (("epochs", "1.5"), ("epochs", "many"), ("env_kwargs", "[1]")):
-        with pytest.raises(UsageError):
-            fields[name].parse(word)
+    script = flags.find(FAKE)
+    assert script.words({"hidden_sizes": [64, 32]}) == ["--hidden-sizes", "64", "32"]
+    assert script.words({"compile": False}) == ["--no-compile"]
+    assert script.words({"env_kwargs": {"a": 1}}) == ["--env-kwargs", '{"a": 1}']
+    assert script.words({"fail_at": -1}) == ["--fail-at=-1"]
+    assert script.words({"activation": Tanh}) == ["--activation", "tanh"]
 
 
 # ------------------------------------------------------------------------------------ our sweeps
@@ -207,20 +200,25 @@ def test_values_from_a_command_line():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.toml")), ids=lambda p: p.stem)
 def test_the_sweeps_fit_their_scripts(path):
-    runs = grid.plan(grid.read_sweep(path))
-    scripts = {Path(run.script).stem for run in runs}
+    sweep = grid.read_sweep(path)
+    runs = grid.plan(sweep)
+    # `plot.py data/<name>` must not show another sweep or single runs beside it.
+    names = [grid.read_sweep(p).grid.name for p in path.parent.glob("*.toml") if p != path]
+    names += [script.stem for script in SCRIPTS]
+    assert not [name for name in names if name.startswith(sweep.grid.name)]
+    for command in re.findall(r"plot.py data/(\S+)", path.read_text()):
+        assert command == sweep.grid.name
+    scripts = {run.thunk.name for run in runs}
     if path.stem == "smoke":
         assert scripts == {script.stem for script in SCRIPTS} and len(runs) == 12
     if path.stem.startswith("spinning_up"):  # the published settings, of 3 million steps
         assert len(runs) == 300 and len(scripts) == 6
-        sizes = [64, 32] if "on_policy" in path.stem else [256, 256]
-        for run in runs:
-            settings = run.settings()
-            assert settings["steps_per_epoch"] * run.epochs == 3_000_000
-            assert settings["hidden_sizes"] == sizes
-            assert settings["activation"] == ("tanh" if sizes == [64, 32] else "relu")
-        assert len({run.params["env_id"] for run in runs}) == 5
-        assert {run.seed for run in runs} == set(range(10))
+        sizes, activation = ([64, 32], "tanh") if "on_policy" in path.stem else ([256, 256], "relu")
+        for r in runs:
+            assert r.settings["steps_per_epoch"] * r.epochs == 3_000_000
+            assert (r.settings["hidden_sizes"], r.settings["activation"]) == (sizes, activation)
+        assert len({r.params["env_id"] for r in runs}) == 5
+        assert {r.seed for r in runs} == set(range(10))
 
 
 # ------------------------------------------------------------------------------------------ checks
@@ -230,46 +228,51 @@ BAD = {
     "name = 5": "name",
     'name = "../up"': "name",
     'name = ""': "name",
-    'name = ".."': "name",
+    'name = "_"': "name",
     "workers = 0": "workers",
     "workers = true": "workers",
     "workers = 1.5": "workers",
     'num_cpu = "all"': "num_cpu",
     "data_dir = 3": "data_dir",
+    "datestamp = 1": "datestamp",
     "script = []": "script",
     "script = 3": "script",
     'script = "algos/dqn_torch.py"': "algos/dqn_torch.py",
-    "[params]\ngama = 0.9": "params.gama",
-    "[params]\ngamma = 2": "params.gamma",
-    "[params]\ngamma = nan": "params.gamma",
-    "[params]\ngamma = 1979-05-27": "params.gamma",
-    "[params]\nenv_kwargs = {a = nan}": "params.env_kwargs",
-    "[params]\nenv_kwargs = {a = 07:32:00}": "params.env_kwargs",
-    '[params]\n"env_kwargs:a" = inf': "env_kwargs",
+    'script = "no_such:function"': "no_such",
+    'script = "math:no_such"': "no_such",
+    "[params]\ngama = 0.9": "--gama (perhaps --gamma?)",
+    "[params]\ngamma = 2": "--gamma must be between 0 and 1",
+    "[params]\ngamma = nan": "--gamma",
+    "[params]\ngamma = 1979-05-27": "--gamma",
+    "[params]\nenv_kwargs = {a = nan}": "--env-kwargs",
+    "[params]\nenv_kwargs = {a = 07:32:00}": "--env-kwargs",
+    '[params]\n"env_kwargs:a" = inf': "--env-kwargs",
     "[params]\ngamma = []": "params.gamma",
-    '[params]\ngamma = ["high"]': "params.gamma",
-    "[params]\nepochs = 2.5": "params.epochs",
-    "[params]\nepochs = 0": "params.epochs",
-    "[params]\ncompile = 1": "params.compile",
-    "[params]\nhidden_sizes = [64, 64]": "params.hidden_sizes",
-    "[params]\nhidden_sizes = [[64, 1.5]]": "params.hidden_sizes",
-    '[params]\nactivation = "gelu"': "params.activation",
-    '[params]\nenv_id = "a\\u0000b"': "params.env_id",
-    '[params]\nexp_name = "x"': "params.exp_name",
-    "[params]\nresume = true": "params.resume",
-    "[params]\nnum_cpu = 2": "params.num_cpu",
-    '[params]\n"gamma:x" = 1': "params.gamma:x",
+    '[params]\ngamma = ["high"]': "--gamma",
+    "[params]\nepochs = 2.5": "--epochs",
+    "[params]\nepochs = 0": "--epochs",
+    "[params]\ncompile = 1": "--compile",
+    "[params]\nhidden_sizes = [64, 64]": "[[64, ...]]",
+    "[params]\nhidden_sizes = [[64, 1.5]]": "--hidden-sizes",
+    '[params]\nactivation = "gelu"': "--activation",
+    '[params]\nenv_id = "a\\u0000b"': "--env-id",
+    '[params]\nenv_id = ["Ant-v4", "NoSuch-v4"]': "NoSuch-v4",
+    '[params]\nenv_id = "no_such_package:Env-v0"': "no_such_package",
+    '[params]\nexp_name = "x"': "exp_name",
+    "[params]\nresume = true": "resume",
+    "[params]\nnum_cpu = 2": "num_cpu",
+    '[params]\n"gamma:x" = 1': "--gamma",
     '[params]\n"env_kwargs:" = 1': "params.env_kwargs:",
     "[params]\nseed = [0, 0]": "directory",
-    '[params]\nenv_id = ["Ant-v4", "ant-v4"]': "directory",
-    "[params]\nseed = [-1]": "params.seed",
+    "[params]\npi_lr = [1e20, 1e-20]": "pi-lr",
+    "[params]\nalpha = [1e20, 1e-20]": "directory",
+    "[params]\nseed = [-1]": "--seed",
     "[params.gamma]\nvals = [0.9]\nshort = 1": "params.gamma",
     "[params.gamma]\nvals = []": "params.gamma",
     "[params.gamma]\nvals = [0.9]\nshorthand = 1": "params.gamma",
     "[params.gamma]\nvals = [0.9]\nin_name = 1": "params.gamma",
-    "[params.gamma]\nvalues = [0.9]": "params.gamma",
-    f"[params]\nseed = {list(range(1001))}\nepochs = {list(range(1, 101))}": "runs",
-    f'[params]\nenv_id = ["{"x" * 300}", "y"]': "too long",
+    f"[params]\nseed = {list(range(101))}\nepochs = {list(range(1, 101))}": "runs",
+    f'[params.gamma]\nvals = [0.9, 1]\nshorthand = "{"x" * 300}"': "too long",
     '[params.gamma]\nvals = [0.9]\nscripts = "fake*"': "params.gamma",
     '[params.gamma]\nvals = [0.9]\nscripts = ["sac_*"]': "params.gamma",
     "params = 3": "params",
@@ -285,403 +288,487 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_bad_sweeps_are_one_line_and_launch_nothing(tmp_path, monkeypatch, capsys, text):
-    monkeypatch.chdir(tmp_path)
+def test_bad_sweeps_are_one_line_and_launch_nothing(main, monkeypatch, text):
     head = "" if text.startswith("script") else f'script = "{FAKE}"\n'
     Path("bad.toml").write_text(head + text)
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("launched"))
-    with pytest.raises(SystemExit) as stopped:
-        grid.main(["bad.toml"])
-    assert stopped.value.code == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("grid.py: error: bad.toml: ") and said.err.count("\n") == 1
-    assert BAD[text] in said.err
+    code, _, said = main("bad.toml")
+    assert code == 2
+    assert said.startswith("grid.py: error: bad.toml: ") and said.count("\n") == 1
+    assert BAD[text] in said
     assert os.listdir() == ["bad.toml"]
 
 
 @pytest.mark.parametrize(
-    ("args", "word"),
+    "line, word",
     [
-        (["missing.toml"], "missing.toml"),
-        (["missing.py"], "missing.py"),
-        ([FAKE, "--gama", "1"], "gamma"),
-        ([FAKE, "--gamma", "2"], "--gamma"),
-        ([FAKE, "--gamma"], "--gamma"),
-        ([FAKE, "--gamma", "0.9", "--gamma", "0.8"], "--gamma"),
-        ([FAKE, "--workers", "0"], "workers"),
-        ([FAKE, "--workers", "x"], "--workers"),
-        ([FAKE, "--num-cpu", "x"], "--num-cpu"),
-        ([FAKE, "--dry-run", "x"], "x"),
-        ([FAKE, "--name", "a/b"], "name"),
-        (["--gamma", "1"], "--gamma"),
-        ([], "sweep"),
+        ("missing.toml", "missing.toml"),
+        ("missing.py", "missing.py"),
+        ("a.toml b.toml", "one sweep"),
+        ("a.toml --gamma 1", "--gamma"),
+        (f"{FAKE} --gama 1", "--gama"),
+        (f"{FAKE} --gamma 2", "--gamma"),
+        (f"{FAKE} --gamma", "--gamma"),
+        (f"{FAKE} --gamma 0.9 --gamma 0.8", "--gamma"),
+        (f"{FAKE} --workers 0", "workers"),
+        (f"{FAKE} --workers x", "--workers"),
+        (f"{FAKE} --workers", "--workers"),
+        (f"{FAKE} --num-cpu x", "--num-cpu"),
+        (f"{FAKE} --dry-run x", "x"),
+        (f"{FAKE} --name a/b", "name"),
+        (f"{FAKE} --env NoSuch-v0", "NoSuch"),
+        (f"{FAKE} --data-dir a.toml/data", "cannot write to a.toml/data"),
+        ("--gamma 1", "sweep"),
+        ("", "sweep"),
     ],
 )
-def test_bad_command_lines(tmp_path, args, word):
-    done = run_grid(tmp_path, *args)
-    assert done.returncode == 2
-    assert done.stderr.startswith("grid.py: error: ") and done.stderr.count("\n") == 1
-    assert word in done.stderr
-    assert not os.listdir(tmp_path)
+def test_bad_command_lines(main, line, word):
+    Path("a.toml").write_text(f'script = "{FAKE}"')
+    code, _, said = main(*line.split())
+    assert code == 2 and word in said
+    assert said.startswith("grid.py: error: ") and said.count("\n") == 1
+    assert os.listdir() == ["a.toml"]
 
 
-def test_unwritable_data_dir(tmp_path):
-    (tmp_path / "file").write_text("")
-    done = run_grid(tmp_path, FAKE, "--data-dir", "file/data")
-    assert done.returncode == 2
-    assert done.stderr.startswith("grid.py: error: cannot write to file/data")
+# ------------------------------------------------------------------------------------ command line
 
 
-class Planted:
-    """Unpickling it creates a file."""
-
-    def __reduce__(self):
-        return (Path.touch, (Path(os.environ["PLANTED"]),))
-
-
-def test_planted_pickles_are_not_executed(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLANTED", str(tmp_path / "executed"))
-    planted = pickle.dumps(Planted())
-    (tmp_path / "bad.toml").write_bytes(planted)
-    done = run_grid(tmp_path, "bad.toml")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    sweep = write_sweep(tmp_path / "a.toml")
-    for name in ("config.json", "status.json", "progress.txt"):
-        assert run_grid(tmp_path, sweep).returncode in (0, 1)
-        (tmp_path / "data/sweep/sweep_s0" / name).write_bytes(planted)
-        done = run_grid(tmp_path, sweep, "--retry-failed")
-        assert "Traceback" not in done.stderr, done.stderr
-    assert not (tmp_path / "executed").exists()
+def plan_of(line):
+    """What a command line plans to run: {experiment: arguments that were given}."""
+    heads, found = grid.read_words(shlex.split(line))
+    options = grid.take_options(found)
+    sweep = grid.sweep_from_words(heads, found, "name" in options)
+    sweep.grid.name = options.get("name", sweep.grid.name)
+    return {r.exp_name: {k: r.settings[k] for k in r.params} for r in grid.plan(sweep)}, options
 
 
-TOML_VALUES = st.recursive(
-    st.one_of(
-        st.booleans(),
-        st.integers(-(2**70), 2**70),
-        st.floats(),
-        st.text(max_size=8),
-        st.sampled_from(["Hopper-v4", "auto", "../..", "tanh", "\0"]),
-    ),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=8,
-)
-TOML_KEYS = st.sampled_from(
-    ["name", "script", "num_cpu", "workers", "data_dir", "params", "slurm"]
-) | st.text(max_size=6)
-PARAM_KEYS = st.sampled_from(
-    ["env_id", "seed", "gamma", "hidden_sizes", "alpha", "env_kwargs", "env_kwargs:a", "compile"]
-) | st.text(max_size=8)
+def test_command_lines_in_spinning_ups_words():
+    made, options = plan_of(
+        f"{FAKE} --exp_name mine --env Ant-v4 --hid[h] [32,32] [64] --act torch.nn.Tanh --cpu auto "
+        "--alpha[a] 1e-3 3e-4 --seed 0 10 --dt --compile --data_dir out"
+    )
+    given = {"env_id": "Ant-v4", "activation": "tanh", "compile": True}
+    assert made == {
+        f"mine_h{h}_a{a}": {**given, "hidden_sizes": sizes, "alpha": alpha}
+        for h, sizes in (("32-32", [32, 32]), ("64", [64]))
+        for a, alpha in (("0-001", 1e-3), ("0-0003", 3e-4))
+    }
+    assert options == {"name": "mine", "num_cpu": "auto", "datestamp": True, "data_dir": "out"}
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    top=st.dictionaries(TOML_KEYS, TOML_VALUES, max_size=3),
-    params=st.dictionaries(PARAM_KEYS, TOML_VALUES, max_size=4),
-)
-def test_any_sweep_is_planned_inside_data_dir_or_refused(top, params):
-    def read(text):
-        return {"script": str(FAKE), "params": params, **top}
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        ("--hidden-sizes 64 32", {"fake_script": {"hidden_sizes": [64, 32]}}),
+        ("--hidden_sizes 8", {"fake_script": {"hidden_sizes": [8]}}),
+        ("--hid [8,4] 2,4", {f"fake_script_hid{n}-4": {"hidden_sizes": [n, 4]} for n in (8, 2)}),
+        ("--env-id Ant-v4", {"fake_script_envant-v4": {"env_id": "Ant-v4"}}),
+        ("--exp-name x --env Ant-v4", {"x": {"env_id": "Ant-v4"}}),
+        ("--no-compile --alpha=auto", {"fake_script": {"compile": False, "alpha": "auto"}}),
+        ("--fail-at=-1 --gamma .5", {"fake_script": {"fail_at": -1, "gamma": 0.5}}),
+        ("""--env-kwargs '{"a": true}'""", {"fake_script": {"env_kwargs": {"a": True}}}),
+        ("--env-kwargs:a 1 2", {f"fake_script_env-a{x}": {"env_kwargs": {"a": x}} for x in (1, 2)}),
+    ],
+)  # fmt: skip
+def test_command_lines(line, expected):
+    assert plan_of(f"{FAKE} {line}")[0] == expected
 
-    original, grid.tomllib.loads = grid.tomllib.loads, read
-    try:
-        sweep = grid.read_sweep(__file__)
-        sweep.data_dir = "data" if isinstance(sweep.data_dir, str) else sweep.data_dir
-        runs = grid.plan(sweep)
-    except UsageError as e:
-        assert str(e).startswith(__file__)
-        return
-    finally:
-        grid.tomllib.loads = original
-    inside = os.path.abspath("data")
-    for run in runs:
-        path = os.path.abspath(run.directory)
-        assert os.path.dirname(os.path.dirname(path)) == inside
-        assert re.fullmatch(r"[\w.()-]+", run.directory.name, re.ASCII)
-        shlex.join(launch.command(run)).encode("utf-8", "strict")
-        assert all("\0" not in word for word in run.flags())
-    assert len({run.directory for run in runs}) == len(runs)
+
+def test_dry_run_prints_commands_and_makes_nothing(main, tmp_path):
+    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1]\ncompile = true", "num_cpu = 2")
+    code, out, _ = main(sweep, "--dry-run")
+    commands = [shlex.split(line) for line in out.splitlines() if line[0] != "#"]
+    assert code == 0 and len(commands) == 2
+    words = commands[1]
+    assert words[0].endswith("mpirun") and words[1:5] == ["-np", "2", sys.executable, str(FAKE)]
+    assert "--compile" in words and words[words.index("--seed") + 1] == "1"
+    assert os.listdir() == ["a.toml"]
+    # And what it prints is what it runs.
+    subprocess.run(commands[0], check=True)
+    assert status(tmp_path / "data/sweep/sweep_s0") == "finished"
+    _, out, _ = main(sweep, "--dry-run")
+    assert "sweep_s0: finished\n# " in out
+    assert re.search(r"sweep_s1: new\n['/]", out)  # quoted where the path holds a space
+
+
+# ------------------------------------------------------------------------------------ many scripts
+
+
+def test_arguments_go_to_the_scripts_that_have_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("other_script.py").write_text(FAKE.read_text().replace("gamma", "discount"))
+    top = f'name = "both"\nscript = ["{FAKE}", "other_script.py"]\n[params]\nseed = [0, 1]\n'
+    only = '[params.alpha]\nvals = [0.5]\nscripts = ["other_*"]\n'
+    Path("a.toml").write_text(f"{top}gamma = [0.9, 0.8]\n{only}")
+    sweep = grid.read_sweep("a.toml")
+    assert [(r.exp_name, r.seed, r.params) for r in grid.plan(sweep)] == [
+        ("both_fake_script_gam0-9", 0, {"gamma": 0.9}),
+        ("both_fake_script_gam0-8", 0, {"gamma": 0.8}),
+        ("both_fake_script_gam0-9", 1, {"gamma": 0.9}),
+        ("both_fake_script_gam0-8", 1, {"gamma": 0.8}),
+        ("both_other_script", 0, {"alpha": 0.5}),
+        ("both_other_script", 1, {"alpha": 0.5}),
+    ]
+    assert sweep.notes == ["gamma is left out where there is no such argument: other_script"]
+    Path("a.toml").write_text(f"{top}gama = 0.9")
+    with pytest.raises(UsageError, match="--gama"):
+        grid.plan(grid.read_sweep("a.toml"))
+
+
+def test_torch_only_flags_in_a_sweep_of_both_frameworks(main):
+    lines = 'script = ["algos/ppo_torch.py", "algos/ppo_tf1.py"]\n[params]\ncompile = false\n'
+    Path("a.toml").write_text(lines)
+    code, out, _ = main("a.toml", "--dry-run")
+    assert code == 0
+    assert out.count("# compile is left out where there is no such argument: ppo_tf1\n") == 1
+    torch, tf1 = [line for line in out.splitlines() if line[0] != "#"]
+    assert "ppo_torch.py" in torch and "--no-compile" in torch and "compile" not in tf1
 
 
 # ------------------------------------------------------------------------------------------ running
 
 
-def test_a_sweep_runs_all_and_a_second_time_none(tmp_path):
+def test_a_sweep_runs_all_and_a_second_time_none(main, tmp_path):
     params = 'env_id = ["Hopper-v4", "Ant-v4"]\nseed = [0, 1]\nhidden_sizes = [[8, 4]]\n'
     write_sweep(tmp_path / "a.toml", params + '"env_kwargs:x" = -1.5', "workers = 2")
-    done = run_grid(tmp_path, "a.toml")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "sweep: 4 runs, 4 finished, in" in done.stdout
+    for decoy in ("sweep", "sweepers", "sweep-2", "sweet"):
+        Path("data", decoy).mkdir(parents=True)
+    code, out, _ = main("a.toml")
+    assert code == 0 and "sweep: 4 runs, 4 finished, in" in out
     for env in ("hopper-v4", "ant-v4"):
         for seed in (0, 1):
-            run = tmp_path / "data" / f"sweep_env{env}" / f"sweep_env{env}_s{seed}"
-            assert [row[1] for row in progress(run)[1:]] == [str(100 * seed + k) for k in (1, 2, 3)]
-            config = json.loads((run / "config.json").read_text())
+            directory = tmp_path / "data" / f"sweep_env{env}" / f"sweep_env{env}_s{seed}"
+            assert [row[1] for row in progress(directory)[1:]] == [
+                str(100 * seed + k) for k in (1, 2, 3)
+            ]
+            config = read(directory)
             assert config["hidden_sizes"] == [8, 4] and config["env_kwargs"] == {"x": -1.5}
-            assert "mpirun" in (run / "launch.log").read_text().splitlines()[0]
+            assert "mpirun" in (directory / "launch.log").read_text().splitlines()[0]
+    # The hint shows this sweep and nothing else.
+    logdirs = re.search(r"Plot it:  python \S+/plot.py (.*)", out)[1]
+    made = {str(p) for p in tmp_path.glob("data/sweep_env*")}
+    assert set(plot.expand_logdirs(shlex.split(logdirs))) == made and len(made) == 2
+    Path("data/sweep_old").mkdir()
+    code, out, _ = main("a.toml")
+    assert code == 0 and "sweep: 4 runs, 4 finished before, in" in out
+    logdirs = re.search(r"Plot it:  python \S+/plot.py (.*)", out)[1]
+    assert set(plot.expand_logdirs(shlex.split(logdirs))) == made
     logs = [path.read_text() for path in tmp_path.glob("data/*/*/launch.log")]
-    done = run_grid(tmp_path, "a.toml")
-    assert done.returncode == 0
-    assert "sweep: 4 runs, 4 finished before, in" in done.stdout
-    assert logs == [path.read_text() for path in tmp_path.glob("data/*/*/launch.log")]
+    assert len(logs) == 4 and all(log.count("--- ") == 1 for log in logs)
 
 
-def test_more_epochs_make_a_run_longer_and_fewer_leave_it(tmp_path):
-    sweep = tmp_path / "a.toml"
-    assert run_grid(tmp_path, write_sweep(sweep, "epochs = 3")).returncode == 0
-    first = progress(tmp_path / "data/sweep/sweep_s0", without_time=False)
-    assert run_grid(tmp_path, write_sweep(sweep, "epochs = 5")).returncode == 0
-    longer = progress(tmp_path / "data/sweep/sweep_s0", without_time=False)
+def test_more_epochs_make_a_run_longer_and_fewer_leave_it(main, tmp_path):
+    sweep, directory = tmp_path / "a.toml", tmp_path / "data/sweep/sweep_s0"
+    assert main(write_sweep(sweep, "epochs = 3"))[0] == 0
+    first = progress(directory, time=True)
+    assert main(write_sweep(sweep, "epochs = 5"))[0] == 0
+    longer = progress(directory, time=True)
     assert len(longer) == 6 and longer[:4] == first
-    done = run_grid(tmp_path, write_sweep(sweep, "epochs = 4"))
-    assert "1 finished before" in done.stdout
-    assert progress(tmp_path / "data/sweep/sweep_s0", without_time=False) == longer
+    assert "1 finished before" in main(write_sweep(sweep, "epochs = 4"))[1]
+    assert progress(directory, time=True) == longer
 
 
-def test_a_finished_run_without_checkpoints_is_not_made_longer_but_run_anew(tmp_path):
+def test_a_finished_run_without_checkpoints_is_not_made_longer_but_run_anew(main, tmp_path):
     sweep = tmp_path / "a.toml"
-    assert run_grid(tmp_path, write_sweep(sweep, "epochs = 3\nforget = true")).returncode == 0
-    first = progress(tmp_path / "data/sweep/sweep_s0", without_time=False)
-    done = run_grid(tmp_path, write_sweep(sweep, "epochs = 5\nforget = true"))
-    assert done.returncode == 0 and "epochs was 3, is 5" in done.stdout
-    assert progress(tmp_path / "data/sweep/sweep_s0", without_time=False) == first
+    assert main(write_sweep(sweep, "epochs = 3\nforget = true"))[0] == 0
+    first = progress(tmp_path / "data/sweep/sweep_s0", time=True)
+    code, out, _ = main(write_sweep(sweep, "epochs = 5\nforget = true"))
+    assert code == 0 and "epochs was 3, is 5" in out
+    assert progress(tmp_path / "data/sweep/sweep_s0", time=True) == first
     assert len(progress(next(tmp_path.glob("data/sweep_*/*")))) == 6
-    assert "1 finished before" in run_grid(tmp_path, sweep).stdout
+    assert "1 finished before" in main(sweep)[1]
 
 
-def test_a_changed_argument_is_a_new_run_beside_the_old(tmp_path):
+def test_a_changed_argument_is_a_new_run_beside_the_old(main, tmp_path):
     sweep = tmp_path / "a.toml"
-    assert run_grid(tmp_path, write_sweep(sweep, "gamma = 0.9\nseed = [0, 1]")).returncode == 0
+    assert main(write_sweep(sweep, "gamma = 0.9\nseed = [0, 1]"))[0] == 0
     old = {p: p.read_text() for p in tmp_path.glob("data/*/*/*.json")}
-    done = run_grid(tmp_path, write_sweep(sweep, "gamma = 0.8\nseed = [0, 1]"))
-    assert done.returncode == 0
-    assert "gamma was 0.9, is 0.8" in done.stdout and "2 runs, 2 finished, in" in done.stdout
+    code, out, _ = main(write_sweep(sweep, "gamma = 0.8\nseed = [0, 1]"))
+    assert code == 0 and "gamma was 0.9, is 0.8" in out and "2 runs, 2 finished, in" in out
     assert {p: p.read_text() for p in old} == old
     new = [p for p in tmp_path.glob("data/*/*/config.json") if p not in old]
     assert len(new) == 2 and len({p.parent.parent for p in new}) == 1
     assert {json.loads(p.read_text())["gamma"] for p in new} == {0.8}
-    # Both are found again, and so is the default when the line goes.
-    assert "2 finished before" in run_grid(tmp_path, sweep).stdout
-    assert (
-        "2 finished before"
-        in run_grid(tmp_path, write_sweep(sweep, "gamma = 0.9\nseed = [0, 1]")).stdout
-    )
-    assert "gamma was 0.9, is 0.99" in run_grid(tmp_path, write_sweep(sweep)).stdout
-    # Another number of ranks is another run as well.
-    done = run_grid(tmp_path, write_sweep(sweep, "gamma = 0.9"), "--num-cpu", "2")
-    assert "ranks was 1, is 2" in done.stdout and done.returncode == 0
+    # Both are found again; and another number of ranks is another run as well.
+    assert "2 finished before" in main(sweep)[1]
+    assert "2 finished before" in main(write_sweep(sweep, "gamma = 0.9\nseed = [0, 1]"))[1]
+    assert "ranks was 1, is 2" in main(write_sweep(sweep, "gamma = 0.9"), "--num-cpu", 2)[1]
 
 
-def test_a_failed_run_stops_no_other_and_is_retried_on_request(tmp_path):
+def test_a_failed_run_stops_no_other_and_is_retried_on_request(main, tmp_path):
     sweep = write_sweep(tmp_path / "a.toml", "fail_at = [-1, 1]\nseed = [0, 1]")
-    done = run_grid(tmp_path, sweep)
-    assert done.returncode == 1
-    assert "4 runs, 2 finished, 2 failed, in" in done.stdout
-    run = tmp_path / "data/sweep_fai1/sweep_fai1_s1"
-    part = done.stdout[done.stdout.index(f"failed: {run}") :]
+    code, out, _ = main(sweep)
+    assert code == 1 and "4 runs, 2 finished, 2 failed, in" in out and "--retry-failed" in out
+    directory = tmp_path / "data/sweep_fai1/sweep_fai1_s1"
+    part = out[out.index(f"failed: {directory}") :]
     assert "exit code 1: RuntimeError: it broke" in part.splitlines()[0]
-    assert "    RuntimeError: it broke" in part and f"    log: {run}/launch.log" in part
-
-    done = run_grid(tmp_path, sweep)
-    assert done.returncode == 1
-    assert "2 finished before, 2 failed before" in done.stdout and "--retry-failed" in done.stdout
-    assert (run / "launch.log").read_text().count("--- ") == 1
-
+    assert "    RuntimeError: it broke" in part and f"    log: {directory}/launch.log" in part
+    code, out, _ = main(sweep)
+    assert code == 1 and "2 finished before, 2 failed before" in out and "--retry-failed" in out
+    assert (directory / "launch.log").read_text().count("--- ") == 1
     (tmp_path / "data" / "fixed").write_text("")
-    done = run_grid(tmp_path, sweep, "--retry-failed")
-    assert done.returncode == 0, done.stdout
-    assert "2 finished, 2 finished before" in done.stdout
-    assert [row[1] for row in progress(run)[1:]] == ["101", "102", "103"]
+    code, out, _ = main(sweep, "--retry-failed")
+    assert code == 0 and "2 finished, 2 finished before" in out
+    assert [row[1] for row in progress(directory)[1:]] == ["101", "102", "103"]
 
 
-def test_a_run_that_refuses_its_arguments_is_a_failure_with_its_words(tmp_path):
-    done = run_grid(tmp_path, write_sweep(tmp_path / "a.toml", "refuse = [true, false]"))
-    assert done.returncode == 1
-    assert "1 finished, 1 failed" in done.stdout
-    assert "    fake_script.py: error: refused" in done.stdout
-    assert "exit code 2" in done.stdout
+def test_a_run_that_refuses_its_arguments_is_a_failure_with_its_words(main, tmp_path):
+    code, out, _ = main(write_sweep(tmp_path / "a.toml", "refuse = [true, false]"))
+    assert code == 1 and "1 finished, 1 failed" in out and "exit code 2" in out
+    assert "    fake_script.py: error: refused" in out
 
 
-def test_a_damaged_config_is_reported_and_left_alone(tmp_path):
-    sweep = write_sweep(tmp_path / "a.toml")
-    assert run_grid(tmp_path, sweep).returncode == 0
-    config = tmp_path / "data/sweep/sweep_s0/config.json"
-    config.write_text("{")
-    done = run_grid(tmp_path, sweep)
-    assert done.returncode == 1 and "config.json is damaged" in done.stdout
-    assert config.read_text() == "{"
-
-
-def test_ranks(tmp_path):
-    done = run_grid(tmp_path, write_sweep(tmp_path / "a.toml", "", "num_cpu = 3"))
-    assert done.returncode == 0
-    assert json.loads((tmp_path / "data/sweep/sweep_s0/config.json").read_text())["ranks"] == 3
-
-
-def test_auto_ranks_divide_the_work(monkeypatch):
+def test_ranks(main, tmp_path, monkeypatch):
+    assert main(write_sweep(tmp_path / "a.toml", "", "num_cpu = 3"))[0] == 0
+    assert read(tmp_path / "data/sweep/sweep_s0")["ranks"] == 3
     g = grid.ExperimentGrid("x")
     g.add("steps_per_epoch", [12, 10, 7])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    ranks = [run.num_cpu for run in grid.plan(grid.Sweep(g, str(FAKE), num_cpu="auto"))]
+    ranks = [r.num_cpu for r in grid.plan(grid.Sweep(g, str(FAKE), num_cpu="auto"))]
     assert ranks == [6, 5, 7]
-    ranks = [run.num_cpu for run in grid.plan(grid.Sweep(g, str(FAKE), "auto", workers=2))]
+    ranks = [r.num_cpu for r in grid.plan(grid.Sweep(g, str(FAKE), "auto", workers=2))]
     assert ranks == [4, 2, 1]
-
-
-def test_cores_are_shared_out(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    # Cores are shared out among workers.
     assert launch.core_shares(1) == [None]
     shares = launch.core_shares(3)
     assert sorted(c for share in shares for c in share) == list(range(8))
-    assert sorted(map(len, shares)) == [2, 3, 3]
-    assert launch.core_shares(9)[8] == {0}
+    assert sorted(map(len, shares)) == [2, 3, 3] and launch.core_shares(9)[8] == {0}
 
 
-def test_as_many_runs_at_a_time_as_there_are_workers(tmp_path):
+def test_as_many_runs_at_a_time_as_there_are_workers(main, tmp_path):
     params = "seed = [0, 1, 2, 3, 4, 5]\nepoch_seconds = 0.1"
-    assert (
-        run_grid(tmp_path, write_sweep(tmp_path / "a.toml", params), "--workers", 3).returncode == 0
-    )
+    assert main(write_sweep(tmp_path / "a.toml", params), "--workers", 3)[0] == 0
     spans = []
     for path in tmp_path.glob("data/*/*"):
-        times = [float(row[-1]) for row in progress(path, without_time=False)[1:]]
+        times = [float(row[-1]) for row in progress(path, time=True)[1:]]
         spans.append((times[0] - 0.1, times[-1]))
-    together = [sum(a <= start < b for a, b in spans) for start, _ in spans]
-    assert max(together) == 3
+    assert max(sum(a <= start < b for a, b in spans) for start, _ in spans) == 3
 
 
-def test_two_sweeps_at_once_do_not_share_a_run(tmp_path):
+def test_two_sweeps_at_once_do_not_share_a_run(main, tmp_path):
     sweep = write_sweep(tmp_path / "a.toml", "epoch_seconds = 2.0")
     first = start_grid(tmp_path, sweep)
-    wait_until(lambda: (tmp_path / "data/sweep/sweep_s0/config.json").exists())
-    second = run_grid(tmp_path, sweep)
-    assert second.returncode == 1 and "1 in use" in second.stdout
-    assert first.wait(30) == 0
-    assert len(progress(tmp_path / "data/sweep/sweep_s0")) == 4
+    wait_for(lambda: (tmp_path / "data/sweep/sweep_s0/config.json").exists())
+    code, out, _ = main(sweep)
+    assert code == 1 and "1 in use" in out
+    first.communicate(timeout=60)
+    assert first.returncode == 0 and len(progress(tmp_path / "data/sweep/sweep_s0")) == 4
 
 
 def test_spaces_other_letters_and_a_closed_pipe(tmp_path):
     directory = tmp_path / "my données"
     directory.mkdir()
     write_sweep(directory / "a b.toml", "seed = [0, 1]")
-    words = [sys.executable, str(GRID), "a b.toml"]
-    done = subprocess.run(
-        f"set -o pipefail; {shlex.join(words)} | head -1",
-        shell=True,
-        executable="/bin/bash",
-        cwd=directory,
-        capture_output=True,
-        text=True,
-    )
+    line = f"set -o pipefail; {shlex.join([sys.executable, str(GRID), 'a b.toml'])} | head -1"
+    done = subprocess.run(["bash", "-c", line], cwd=directory, capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert [status(directory / f"data/sweep/sweep_s{seed}") for seed in (0, 1)] == ["finished"] * 2
 
 
-def test_dry_run_prints_commands_and_makes_nothing(tmp_path):
-    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1]\ncompile = true", "num_cpu = 2")
-    done = run_grid(tmp_path, sweep, "--dry-run")
-    assert done.returncode == 0
-    commands = [shlex.split(line) for line in done.stdout.splitlines() if line[0] != "#"]
-    assert len(commands) == 2
-    words = commands[1]
-    assert words[0].endswith("mpirun") and words[1:5] == ["-np", "2", sys.executable, str(FAKE)]
-    assert "--compile" in words and words[words.index("--seed") + 1] == "1"
-    assert os.listdir(tmp_path) == ["a.toml"]
-    # And what it prints is what it runs.
-    subprocess.run(commands[0], cwd=tmp_path, check=True)
-    assert status(tmp_path / "data/sweep/sweep_s0") == "finished"
-    done = run_grid(tmp_path, sweep, "--dry-run")
-    assert "sweep_s0: finished\n# " in done.stdout
-    assert re.search(r"sweep_s1: new\n['/]", done.stdout)  # quoted where the path holds a space
+def test_datestamp(main, tmp_path):
+    """New runs every time, in directories named as Spinning Up names them."""
+    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1]", "datestamp = true\nworkers = 2")
+    assert main(sweep)[0] == 0
+    time.sleep(1.1)
+    assert "2 runs, 2 finished, in" in main(sweep)[1]
+    day, second = r"\d{4}-\d\d-\d\d", r"\d\d-\d\d-\d\d"
+    made = [str(p.relative_to(tmp_path / "data")) for p in tmp_path.glob("data/*/*")]
+    assert len(made) == 4
+    assert all(re.fullmatch(rf"({day})_sweep/\1_{second}-sweep_s[01]", path) for path in made)
 
 
-def test_command_line_grids(tmp_path):
-    words = ["--env-id", "Hopper-v4", "Ant-v4", "--seed", "0", "1", "--hidden-sizes[hid]", "8,4"]
-    words += ["--compile", "--workers", "2", "--env-kwargs", '{"a": 1}', "--alpha=auto"]
-    done = run_grid(tmp_path, FAKE, *words, "--data-dir=out", "--name", "mine")
-    assert done.returncode == 0, done.stdout + done.stderr
-    names = sorted(p.name for p in (tmp_path / "out").iterdir())
-    assert names == ["mine_envant-v4_hid8-4", "mine_envhopper-v4_hid8-4"]
-    config = json.loads(next(tmp_path.glob("out/*/*_s1/config.json")).read_text())
-    assert config["hidden_sizes"] == [8, 4] and config["compile"] is True
-    assert config["env_kwargs"] == {"a": 1} and config["alpha"] == "auto"
+# --------------------------------------------------------------------------------------- functions
+
+MODULE = """
+import json, os, sys, time
+from pathlib import Path
+sys.path.insert(0, "ROOT")
+from common.logger import EpochLogger
+from common.mpi_tools import num_procs, proc_id
+
+def helper(): pass
+
+def my_train(lr, seed=0, sizes=(64,), act=None, env_fn=None, fail=None, wait=0, logger_kwargs={}):
+    logger = EpochLogger(**logger_kwargs)
+    logger.save_config({"lr": lr})
+    if proc_id() == fail:
+        raise RuntimeError("it broke")
+    logger.store(EpRet=seed)
+    logger.log_tabular("EpRet", average_only=True)
+    logger.dump_tabular()
+    if proc_id() == 0:
+        seen = [lr, seed, sizes, act.__name__, env_fn().spec.id, num_procs()]
+        Path(logger_kwargs["output_dir"], "seen").write_text(json.dumps(seen))
+    time.sleep(wait)
+
+def plain(x): Path("plain").write_text(str(x))
+
+def factory(): return lambda: 0
+
+if __name__ == "__main__":
+    from benchmark.grid import ExperimentGrid, call_experiment
+    grid = ExperimentGrid("fun")
+    grid.add("lr", [0.1, 0.2])
+    grid.add("sizes", (8, 4))
+    grid.add("act", helper)
+    grid.add("env_name", "CartPole-v1")
+    assert grid.run(my_train, num_cpu=2, data_dir=None)
+    assert call_experiment("one", plain, x=[1, 2])
+"""
 
 
-def test_several_scripts_are_named_first(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    other = tmp_path / "other_script.py"
-    other.write_text(FAKE.read_text())
-    Path("a.toml").write_text(
-        f'name = "both"\nscript = ["{FAKE}", "other_script.py"]\n[params]\ngamma = [0.9, 0.8]\n'
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "my_module", raising=False)
+    path = tmp_path / "my_module.py"
+    path.write_text(MODULE.replace("ROOT", str(ROOT)))
+    return path
+
+
+def test_functions_run_with_their_arguments_under_mpirun(module, tmp_path):
+    """Functions of the very program that starts them, which pickle could not bring to the ranks."""
+    done = run(module, cwd=tmp_path)
+    assert "2 runs, 2 finished, in" in done.stdout
+    for lr in (0.1, 0.2):
+        name = f"fun_lr{str(lr).replace('.', '-')}"
+        directory = tmp_path / "data" / name / f"{name}_s0"
+        assert read(directory, "seen") == [lr, 0, [8, 4], "helper", "CartPole-v1", 2]
+        assert read(directory)["exp_name"] == name
+        expected = setup_logger_kwargs(name, 0, str(tmp_path / "data"))
+        assert Path(expected["output_dir"]) == directory
+        assert read(directory, "call.json")["status"] == "finished"
+    assert (tmp_path / "plain").read_text() == "[1, 2]"
+    done = run(module, cwd=tmp_path)
+    assert "2 runs, 2 finished before, in" in done.stdout
+
+
+def test_functions_by_name(module, main, tmp_path, monkeypatch):
+    """In a sweep's file and on the command line: failure, retry, another argument, interruption."""
+    write_sweep(tmp_path / "a.toml", "lr = 0.5\nact = 'x'", "num_cpu = 2")
+    text = (tmp_path / "a.toml").read_text().replace(str(FAKE), "my_module:my_train")
+    (tmp_path / "a.toml").write_text(text + "fail = 1\n")
+    code, out, _ = main("a.toml")
+    assert code == 1 and "RuntimeError: it broke" in out
+    assert "on rank 1 of 2" in (tmp_path / "data/sweep/sweep_s0/launch.log").read_text()
+    assert "1 failed before" in main("a.toml")[1]
+    module.write_text(
+        module.read_text().replace("== fail", "is None").replace("act.__name__", "act")
     )
-    runs = grid.plan(grid.read_sweep("a.toml"))
-    assert [run.exp_name for run in runs] == [
-        *("both_fake_script_gam0-9", "both_fake_script_gam0-8"),
-        *("both_other_script_gam0-9", "both_other_script_gam0-8"),
-    ]
+    module.write_text(module.read_text().replace("env_fn().spec.id", "0"))
+    code, out, _ = main("a.toml", "--retry-failed")
+    assert code == 0 and "1 finished, in" in out
+    assert read(tmp_path / "data/sweep/sweep_s0", "seen") == [0.5, 0, [64], "x", 0, 2]
+    words = ["my_module:my_train", "--lr", "1e-3", "--act", "x", "--seed", "3"]
+    assert main(*words, "--name", "cli")[0] == 0
+    assert read(tmp_path / "data/cli/cli_s3", "seen")[:2] == [0.001, 3]
+    assert "lr was 0.001, is 0.25" in main(*words[:2], 0.25, *words[3:], "--name", "cli")[1]
+    # An interrupted call starts anew.
+    process = start_grid(tmp_path, *words, "--wait", "600", "--name", "stop")
+    wait_for(lambda: (tmp_path / "data/stop/stop_s3/seen").exists())
+    process.send_signal(signal.SIGTERM)
+    assert "1 interrupted" in process.communicate(timeout=30)[0]
+    assert read(tmp_path / "data/stop/stop_s3", "call.json")["status"] == "running"
+    module.write_text(module.read_text().replace("time.sleep(wait)", ""))
+    assert main(*words, "--wait", "600", "--name", "stop")[0] == 0
 
 
-def test_parameters_for_some_of_the_scripts(tmp_path, monkeypatch):
+def test_functions_that_cannot_be_run(module, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("other_script.py").write_text(FAKE.read_text().replace("gamma", "discount"))
-    Path("a.toml").write_text(
-        f'name = "both"\nscript = ["{FAKE}", "other_script.py"]\n[params]\nseed = [0, 1]\n'
-        '[params.gamma]\nvals = [0.9, 0.8]\nscripts = ["fake_*"]\n'
-        '[params.discount]\nvals = [0.7]\nscripts = ["other_*"]\n'
+    my_train = flags.load(str(tmp_path), "my_module", "my_train")
+    factory = flags.load(str(tmp_path), "my_module", "factory")
+    for thunk in (lambda lr: lr, factory(), partial(my_train, 1), Tanh().__init__):
+        with pytest.raises(UsageError, match="define it at the top level of a module"):
+            grid.call_experiment("x", thunk)
+    for kwargs, word in [
+        ({"lr": 1, "gama": 2}, "gama"),
+        ({}, "lr"),
+        ({"lr": object()}, "JSON"),
+        ({"lr": float("nan")}, "JSON"),
+        ({"lr": 1, "act": lambda: 0}, "lambda"),
+        ({"lr": 1, "env_name": "NoSuch-v0"}, "NoSuch-v0"),
+    ]:
+        with pytest.raises(UsageError, match=word):
+            grid.call_experiment("x", my_train, **kwargs)
+    module.write_text(
+        MODULE.replace("ROOT", str(ROOT)).replace('if __name__ == "__main__"', "if 1")
     )
-    runs = grid.plan(grid.read_sweep("a.toml"))
-    assert [(run.exp_name, run.seed, run.params) for run in runs] == [
-        ("both_fake_script_gam0-9", 0, {"gamma": 0.9}),
-        ("both_fake_script_gam0-8", 0, {"gamma": 0.8}),
-        ("both_fake_script_gam0-9", 1, {"gamma": 0.9}),
-        ("both_fake_script_gam0-8", 1, {"gamma": 0.8}),
-        ("both_other_script", 0, {"discount": 0.7}),
-        ("both_other_script", 1, {"discount": 0.7}),
-    ]
+    done = run(module, cwd=tmp_path, check=False)
+    assert (
+        "put it under if __name__"
+        in (tmp_path / "data/fun_lr0-1/fun_lr0-1_s0/launch.log").read_text()
+    )
+    assert done.returncode
 
 
-def test_from_python(tmp_path, monkeypatch):
+def test_scripts_from_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     g = grid.ExperimentGrid(name="mine")
     g.add("seed", [3])
     g.add("hidden_sizes", [(8, 4), (2,)], "hid")
     assert g.run(str(FAKE), data_dir="out")
     assert status(tmp_path / "out/mine_hid8-4/mine_hid8-4_s3") == "finished"
-    assert grid.call_experiment("one", str(FAKE), seed=2, data_dir="out", hidden_sizes=[5, 5])
-    assert json.loads(Path("out/one/one_s2/config.json").read_text())["hidden_sizes"] == [5, 5]
+    assert grid.call_experiment("one", str(FAKE), 2, data_dir=None, hidden_sizes=[5, 5])
+    assert read(Path("data/one/one_s2"))["hidden_sizes"] == [5, 5]
     assert not grid.call_experiment("two", str(FAKE), data_dir="out", fail_at=0)
     with pytest.raises(UsageError, match="gama"):
-        grid.call_experiment("three", str(FAKE), data_dir="out", gama=0.9)
+        grid.call_experiment("three", str(FAKE), gama=0.9)
+
+
+def test_train_of_a_script_is_the_script():
+    thunk = flags.find(load_script("ppo_torch").train)
+    assert isinstance(thunk, flags.Script) and thunk.path == ROOT / "algos" / "ppo_torch.py"
+
+
+def test_the_thunk_may_be_a_key(module, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    g = grid.ExperimentGrid("x")
+    g.add("seed", [0, 1])
+    g.add("algo", [flags.load(str(tmp_path), "my_module", "my_train"), str(FAKE)])
+    g.add("lr", 1)
+    runs = grid.plan(grid.Sweep(g, "algo"))
+    fake = "x_alg" + grid.valid_str(str(FAKE))
+    assert [(r.thunk.name, r.exp_name, r.seed, r.params) for r in runs] == [
+        *(("my_train", "x_algmy_train", seed, {"lr": 1}) for seed in (0, 1)),
+        *(("fake_script", fake, seed, {}) for seed in (0, 1)),
+    ]
+
+
+def test_an_environment_of_ones_own_is_found(main, tmp_path):
+    env = "from gymnasium import register\nregister('Mine-v0', 'gymnasium.envs.classic_control')\n"
+    (tmp_path / "my_envs.py").write_text(env)
+    assert main(FAKE, "--env-id", "my_envs:Mine-v0", "--dry-run")[0] == 0
+    code, _, said = main(FAKE, "--env-id", "my_envs:Mine-v0", "my_envs:Other-v0", "--dry-run")
+    assert code == 2 and "Other" in said
 
 
 # ---------------------------------------------------------------------------------------- stopping
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, signum):
+def test_a_stopped_sweep_goes_on_where_it_was(main, tmp_path, signum):
     params = "seed = [0, 1, 2]\nepoch_seconds = 0.2\nepochs = 5"
     sweep = write_sweep(tmp_path / "a.toml", params, "workers = 2\nnum_cpu = 2")
     process = start_grid(tmp_path, sweep)
     runs = [tmp_path / f"data/sweep/sweep_s{seed}" for seed in range(3)]
-    wait_until(
-        lambda: all((r / "progress.txt").exists() and len(progress(r)) > 1 for r in runs[:2])
-    )
+    wait_for(lambda: all(len(progress(r)) > 1 for r in runs[:2]))
     process.send_signal(signum)
     text, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + signum
-    assert "2 interrupted, 1 not started" in text and "Run the same command again" in text
+    assert "2 interrupted, 1 not started" in text and "The same command again goes on" in text
+    assert re.findall(r"\[(\d) of 3 finished", text) == ["0", "0"]  # an interrupted run is not done
     assert not processes_of(tmp_path)
-    assert [status(run) for run in runs[:2]] == ["interrupted"] * 2
-    assert not runs[2].exists()
-    done = run_grid(tmp_path, sweep)
-    assert done.returncode == 0 and "3 finished, in" in done.stdout
-    for seed, run in enumerate(runs):
-        assert [row[1] for row in progress(run)[1:]] == [str(100 * seed + k) for k in range(1, 6)]
+    assert [status(r) for r in runs[:2]] == ["interrupted"] * 2 and not runs[2].exists()
+    code, out, _ = main(sweep)
+    assert code == 0 and "3 finished, in" in out
+    for seed, r in enumerate(runs):
+        assert [row[1] for row in progress(r)[1:]] == [str(100 * seed + k) for k in range(1, 6)]
 
 
 def test_a_second_signal_stops_at_once(tmp_path):
     sweep = write_sweep(tmp_path / "a.toml", "epoch_seconds = 600", "num_cpu = 2")
     process = start_grid(tmp_path, sweep)
-    wait_until(lambda: (tmp_path / "data/sweep/sweep_s0/progress.txt").exists())
+    wait_for(lambda: (tmp_path / "data/sweep/sweep_s0/progress.txt").exists())
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.3)
@@ -692,25 +779,25 @@ def test_a_second_signal_stops_at_once(tmp_path):
     assert not processes_of(tmp_path)
 
 
-def test_a_killed_sweep_leaves_no_process_and_ends_with_the_same_numbers(tmp_path):
+def test_a_killed_sweep_leaves_no_process_and_ends_with_the_same_numbers(main, tmp_path):
     params = "seed = [0, 1, 2]\nepoch_seconds = 0.2\nepochs = 4"
     sweep = write_sweep(tmp_path / "a.toml", params, "workers = 2\nnum_cpu = 2")
     process = start_grid(tmp_path, sweep)
-    run = tmp_path / "data/sweep/sweep_s0"
-    wait_until(lambda: (run / "progress.txt").exists() and len(progress(run)) > 2)
+    wait_for(lambda: len(progress(tmp_path / "data/sweep/sweep_s0")) > 2)
     assert len(processes_of(tmp_path)) >= 1 + 2 * 3  # grid.py, and of two runs mpirun and ranks
     process.kill()
     process.communicate()
-    wait_until(lambda: not processes_of(tmp_path), seconds=10)
-    assert status(run) == "running"  # nobody was left to say otherwise
-    done = run_grid(tmp_path, sweep)
-    assert done.returncode == 0 and "3 finished, in" in done.stdout, done.stdout
+    wait_for(lambda: not processes_of(tmp_path), seconds=10)
+    assert status(tmp_path / "data/sweep/sweep_s0") == "running"  # nobody could say otherwise
+    code, out, _ = main(sweep)
+    assert code == 0 and "3 finished, in" in out
     for seed in range(3):
         rows = progress(tmp_path / f"data/sweep/sweep_s{seed}")
         assert [row[1] for row in rows[1:]] == [str(100 * seed + k) for k in range(1, 5)]
 
 
-def test_the_overview_in_a_terminal(tmp_path):
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_the_overview_in_a_terminal(tmp_path, columns):
     sweep = write_sweep(
         tmp_path / "a.toml", "seed = [0, 1]\nepoch_seconds = 0.4\nfail_at = [-1, 1]"
     )
@@ -720,31 +807,31 @@ def test_the_overview_in_a_terminal(tmp_path):
         cwd=tmp_path,
         stdout=side,
         stderr=side,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
+        env={**os.environ, "TERM": "xterm", "COLUMNS": columns, "LINES": "24"},
     )
     os.close(side)
     seen = b""
-    while True:
-        try:
-            part = os.read(main, 65536)
-        except OSError:  # the other side is closed
-            break
-        if not part:
-            break
+    while part := _read(main):
         seen += part
     os.close(main)
     assert process.wait(30) == 1
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
-    assert re.search(r"fai-1_s0 +running +[0-3]/3 ", text)
-    assert re.search(r"fai-1_s1 +finished +3/3 +103\.0", text)
-    assert re.search(r"fai1_s0 +failed +1/3", text)
-    assert "... 2 more to come" in text and "4 of 4 runs" in text
-    assert "4 runs, 2 finished, 2 failed" in text
+    assert re.search(r"\n *fai-1_s0 .*[12]/3 +[12]\.0 ", text)
+    assert re.search(r"sweep: 1 of 4 finished, 1 failed", text)
+    assert "4 runs, 2 finished, 2 failed" in text.replace("\r\n", " ")
+
+
+def _read(file):
+    try:
+        return os.read(file, 65536)
+    except OSError:  # the other side is closed
+        return b""
 
 
 # ------------------------------------------------------------------------------------- real script
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_of_a_real_script_ends_with_the_numbers_of_one_left_alone(tmp_path):
     """PPO on CartPole, 2 seeds: kill -9 to grid.py in the middle, then the same command again."""
     for name in ("alone", "killed"):
@@ -754,18 +841,17 @@ def test_a_killed_sweep_of_a_real_script_ends_with_the_numbers_of_one_left_alone
             'workers = 2\n[params]\nenv_id = "CartPole-v1"\nseed = [0, 1]\nepochs = 12\n'
             "steps_per_epoch = 1000\nsave_freq = 3\n"
         )
-    done = run_grid(tmp_path / "alone", "a.toml")
-    assert done.returncode == 0, done.stdout
+    run(GRID, "a.toml", cwd=tmp_path / "alone")
     process = start_grid(tmp_path / "killed", "a.toml")
-    run = tmp_path / "killed/data/ppo/ppo_s0"
-    wait_until(lambda: (run / "progress.txt").exists() and len(progress(run)) > 5)
+    directory = tmp_path / "killed/data/ppo/ppo_s0"
+    wait_for(lambda: len(progress(directory)) > 5)
     process.kill()
     process.communicate()
-    wait_until(lambda: not processes_of(tmp_path / "killed"), seconds=10)
-    assert status(run) == "running"
-    done = run_grid(tmp_path / "killed", "a.toml")
-    assert done.returncode == 0 and "2 finished, in" in done.stdout, done.stdout
-    assert "Resuming after epoch" in (run / "launch.log").read_text()
+    wait_for(lambda: not processes_of(tmp_path / "killed"), seconds=10)
+    assert status(directory) == "running"
+    done = run(GRID, "a.toml", cwd=tmp_path / "killed")
+    assert "2 finished, in" in done.stdout
+    assert "Resuming after epoch" in (directory / "launch.log").read_text()
     for seed in (0, 1):
         rows = [progress(tmp_path / name / f"data/ppo/ppo_s{seed}") for name in ("alone", "killed")]
         assert len(rows[0]) == 13 and rows[0] == rows[1]
