@@ -212,12 +212,12 @@ def cut_progress(path, epoch):
     try:
         lines = path.read_bytes().splitlines(keepends=True)
         whole = [line for line in lines if line.endswith(b"\n")]
+        if len(whole) < epoch + 1:
+            raise ValueError(f"it has fewer rows than the checkpoint of epoch {epoch}")
         if epoch:
             kept = whole[: epoch + 1]
             header, *rows = (line.decode().rstrip("\n").split("\t") for line in kept)
             table = [dict(zip(header, map(float, row), strict=True)) for row in rows]
-            if len(table) < epoch:
-                raise ValueError(f"it has fewer rows than the checkpoint of epoch {epoch}")
             step = int(table[-1].get("TotalEnvInteracts", epoch))
     except (OSError, ValueError, OverflowError) as e:
         raise UsageError(f"{path} is damaged: {printable(e)}") from e
