@@ -15,12 +15,16 @@ discounted rewards to go:
 
 Diff me against ppo_tf1.py and trpo_tf1.py: what it takes to go further with one batch.
 Diff me against vpg_torch.py: the same algorithm in PyTorch.
+
+From common/: the command line and checks (args, cli), the run directory, table and checkpoints
+(logger), ranks and their random numbers (mpi_tools), Adam averaged over ranks (mpi_tf1).
 """
 
 import sys
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # find common/ from any directory
@@ -118,7 +122,10 @@ class GaussianActor:
         self.log_std = tf.get_variable("log_std", initializer=np.full(act_dim, -0.5, np.float32))
 
     def __call__(self, obs, act):
-        """obs [B, obs_dim], act [B, act_dim] -> log pi(act|obs) [B], entropy []."""
+        """obs [B, obs_dim], act [B, act_dim] -> log pi(act|obs) [B], entropy [].
+
+        The entropy is summed over action dimensions; Spinning Up's PyTorch scripts log the mean.
+        """
         mu = self.net(obs)
         z = (act - mu) * tf.exp(-self.log_std)
         logp = tf.reduce_sum(-0.5 * z**2 - self.log_std - 0.5 * np.log(2 * np.pi), -1)
@@ -154,7 +161,8 @@ def actor_critic(obs_dim, space, hidden_sizes, activation, rng):
         else:
             pi = GaussianActor(obs_dim, int(np.prod(space.shape)), hidden_sizes, activation, rng)
     with tf.variable_scope("v"):
-        return pi, MLP([obs_dim, *hidden_sizes, 1], activation, rng)
+        v = MLP([obs_dim, *hidden_sizes, 1], activation, rng)
+    return SimpleNamespace(pi=pi, v=v)
 
 
 def normalize(x, mean, std):
@@ -200,10 +208,9 @@ def to_env(a, space):
 class GAEBuffer:
     """One epoch of this rank's experience, and once it is full, advantages and returns.
 
-    With `norm_obs` or `norm_rew`, `stats` holds what is known of all steps of all ranks: `sums`
-    [3, obs_dim + 1] float64 over x^0, x^1 and x^2, where x is the observation and, in the last
-    column, the discounted return so far, and `obs_mean`, `obs_std` [obs_dim] float32. They change
-    only in `get`: the policy acts a whole epoch on the same ones. Without, `stats` is empty.
+    With `norm_obs` or `norm_rew`, `stats` holds statistics of all steps of all ranks and epochs:
+    `sums` [3, obs_dim + 1] float64, for `mpi_running_statistics` of observations and discounted
+    returns so far, and `obs_mean`, `obs_std` [obs_dim] float32. They change in `get` alone.
     """
 
     def __init__(self, obs_dim, action_space, size, gamma, lam, norm_obs=False, norm_rew=False):
@@ -215,9 +222,8 @@ class GAEBuffer:
         self.gamma, self.lam = gamma, lam
         self.norm_obs, self.norm_rew, self.stats = norm_obs, norm_rew, {}
         if norm_obs or norm_rew:
-            self.stats["sums"] = np.zeros((3, obs_dim + 1))
-            self.stats["obs_mean"] = np.zeros(obs_dim, dtype=np.float32)
-            self.stats["obs_std"] = np.ones(obs_dim, dtype=np.float32)
+            mean, std = np.zeros(obs_dim, dtype=np.float32), np.ones(obs_dim, dtype=np.float32)
+            self.stats = {"sums": np.zeros((3, obs_dim + 1)), "obs_mean": mean, "obs_std": std}
         self.past_ret, self.past_rets = 0.0, np.zeros(size)
         self.ptr, self.paths = 0, []
 
@@ -242,8 +248,7 @@ class GAEBuffer:
         """Empty the buffer.
 
         Args:
-            v: function from observations [N, obs_dim] to values [N]. It is called once, for all
-                steps together: V does not change while experience is gathered.
+            v: function from observations [N, obs_dim] to values [N], called once for all steps.
 
         Returns:
             obs [size, obs_dim], act [size] or [size, act_dim], adv [size], ret [size], val [size];
@@ -329,10 +334,12 @@ def train(args):
 
     # Networks and optimizers: all ranks start from the same parameters.
     rng = make_rng(args.seed, "weights")
-    pi, v = actor_critic(obs_dim, action_space, args.hidden_sizes, args.activation, rng)
+    ac = actor_critic(obs_dim, action_space, args.hidden_sizes, args.activation, rng)
     pi_vars, v_vars = tf.trainable_variables("pi/"), tf.trainable_variables("v/")
     pi_optimizer = MpiAdamOptimizer(args.pi_lr, name="pi_optimizer")
     vf_optimizer = MpiAdamOptimizer(args.vf_lr, name="vf_optimizer")
+    n_pi, n_v = (sum(p.shape.num_elements() for p in params) for params in (pi_vars, v_vars))
+    logger.log(f"Number of parameters: pi {n_pi}, v {n_v}")
     norm = args.norm_obs, args.norm_rew
     buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch, args.gamma, args.lam, *norm)
     stats = {k: tf.get_variable(k, initializer=x, trainable=False) for k, x in buf.stats.items()}
@@ -343,21 +350,23 @@ def train(args):
         obs_ph = tf.clip_by_value((raw_obs_ph - stats["obs_mean"]) / stats["obs_std"], -10, 10)
     act_ph = tf.placeholder(buf.act.dtype, [None, *buf.act.shape[1:]])
     adv_ph, ret_ph, logp_old_ph = (tf.placeholder(tf.float32, [None]) for _ in range(3))
-    logp, entropy = pi(obs_ph, act_ph)
-    v_obs = v(obs_ph)[:, 0]
+    logp, entropy = ac.pi(obs_ph, act_ph)
+    v_obs = ac.v(obs_ph)[:, 0]
     loss_pi_op, kl_op = compute_loss_pi(logp, logp_old_ph, adv_ph)
     loss_v_op = compute_loss_v(v_obs, ret_ph)
     losses = loss_pi_op, loss_v_op, kl_op, tf.reduce_mean(entropy)
     train_pi = pi_optimizer.minimize(loss_pi_op, pi_vars)
     train_v = vf_optimizer.minimize(loss_v_op, v_vars)
-    outputs = {**pi.outputs(obs_ph), "v": v_obs}
+    outputs = {**ac.pi.outputs(obs_ph), "v": v_obs}
     sess.run(tf.global_variables_initializer())
     sess.run(sync_all_params())
 
     def values(obs):
+        """V of observations: array [N, obs_dim] -> array [N]."""
         return sess.run(v_obs, {obs_ph: obs})
 
     def update():
+        """Improve policy and value function on the epoch's experience, and store what to log."""
         obs, act, adv, ret, val = buf.get(values)
         load_variables(sess, stats, buf.stats)
         batch = {obs_ph: obs, act_ph: act, adv_ph: adv, ret_ph: ret}
@@ -372,18 +381,18 @@ def train(args):
             sess.run(train_v, batch)
 
         loss_pi, loss_v, kl, entropy = sess.run(losses, batch)
-        logger.store(VVals=val, LossPi=loss_pi_old, LossV=loss_v_old)
+        logger.store(VVals=val, LossPi=loss_pi_old, LossV=loss_v_old, Entropy=entropy, KL=kl)
         logger.store(DeltaLossPi=loss_pi - loss_pi_old, DeltaLossV=loss_v - loss_v_old)
-        logger.store(Entropy=entropy, KL=kl)
 
     def export_policy():
-        arrays = {"weights": sess.run(pi.net.layers), "activation": args.activation}
+        """The policy as `get_action` takes it and policy.npz holds it: a dict of NumPy arrays."""
+        arrays = {"weights": sess.run(ac.pi.net.layers), "activation": args.activation}
         if args.norm_obs:
             arrays |= {key: buf.stats[key].copy() for key in ("obs_mean", "obs_std")}
         if isinstance(action_space, Discrete):
             return arrays | {"distribution": "categorical"}
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
-        return arrays | {"distribution": "gaussian", "log_std": sess.run(pi.log_std)}
+        return arrays | {"distribution": "gaussian", "log_std": sess.run(ac.pi.log_std)}
 
     # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
     # is all there is to restore.
@@ -407,28 +416,24 @@ def train(args):
             o, ep_ret, ep_len = o2, ep_ret + float(r), ep_len + 1
 
             ended = terminated or truncated or ep_len == args.max_ep_len
-            cut = t == local_steps_per_epoch - 1 and not ended
-            if ended or cut:
+            if ended or t == local_steps_per_epoch - 1:
                 buf.finish_path(o, terminated)
             if ended:
                 logger.store(EpRet=ep_ret, EpLen=ep_len)
                 o, _ = env.reset()
                 ep_ret, ep_len = 0.0, 0
-            elif cut:
+            elif t == local_steps_per_epoch - 1:
                 logger.store(CutEpRet=ep_ret)
 
         update()
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)
-        logger.log_tabular("EpRet", with_min_and_max=True)
-        logger.log_tabular("CutEpRet", average_only=True)
-        logger.log_tabular("EpLen", average_only=True)
-        logger.log_tabular("VVals", with_min_and_max=True)
+        for key in ("EpRet", "VVals"):
+            logger.log_tabular(key, with_min_and_max=True)
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
-        for key in ("LossPi", "LossV", "DeltaLossPi", "DeltaLossV"):
-            logger.log_tabular(key, average_only=True)
-        for key in ("Entropy", "KL"):
+        keys = "CutEpRet", "EpLen", "LossPi", "LossV", "DeltaLossPi", "DeltaLossV"
+        for key in ("Entropy", "KL", *keys):
             logger.log_tabular(key, average_only=True)
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()

@@ -15,6 +15,9 @@ discounted rewards to go:
 
 Diff me against ppo_torch.py and trpo_torch.py: what it takes to go further with one batch.
 Diff me against vpg_tf1.py: the same algorithm as a TensorFlow 1 graph.
+
+From common/: the command line and checks (args, cli), the run directory, table and checkpoints
+(logger), ranks and their random numbers (mpi_tools), Adam averaged over ranks (mpi_pytorch).
 """
 
 import os
@@ -36,8 +39,8 @@ from common.args import JsonDict, NonNegInt, PosFloat, PosInt, Sizes, Unit
 from common.cli import experiment, main, make_env
 from common.logger import start_run
 from common.mpi_pytorch import (
+    MpiAdamOptimizer,
     load_state_dicts,
-    mpi_avg_grads,
     mpi_compile,
     save_model,
     setup_pytorch_for_mpi,
@@ -69,7 +72,7 @@ class Args:
     resume: bool | str = False  # continue the run in the directory; or in DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
     device: str = "cpu"  # where the networks are trained: cpu, cuda, cuda:1, ...
-    compile: bool = False  # compile the losses; no faster on a CPU, where matrix products dominate
+    compile: bool = False  # compile the update steps: takes a minute, pays in long runs
     # Environment
     env_id: str = "HalfCheetah-v4"  # a Gymnasium id; my_package:MyEnv-v0 imports my_package first
     env_kwargs: JsonDict = field(default_factory=dict)  # arguments of the environment, as JSON
@@ -117,7 +120,10 @@ class GaussianActor(nn.Module):
         self.log_std = nn.Parameter(torch.full((act_dim,), -0.5))
 
     def forward(self, obs, act):
-        """obs [B, obs_dim], act [B, act_dim] -> log pi(act|obs) [B], entropy []."""
+        """obs [B, obs_dim], act [B, act_dim] -> log pi(act|obs) [B], entropy [].
+
+        The entropy is summed over action dimensions; Spinning Up's PyTorch scripts log the mean.
+        """
         mu = self.net(obs)
         z = (act - mu) * torch.exp(-self.log_std)
         logp = (-0.5 * z**2 - self.log_std - 0.5 * np.log(2 * np.pi)).sum(-1)
@@ -190,10 +196,9 @@ def to_env(a, space):
 class GAEBuffer:
     """One epoch of this rank's experience, and once it is full, advantages and returns.
 
-    With `norm_obs` or `norm_rew`, `stats` holds what is known of all steps of all ranks: `sums`
-    [3, obs_dim + 1] float64 over x^0, x^1 and x^2, where x is the observation and, in the last
-    column, the discounted return so far, and `obs_mean`, `obs_std` [obs_dim] float32. They change
-    only in `get`: the policy acts a whole epoch on the same ones. Without, `stats` is empty.
+    With `norm_obs` or `norm_rew`, `stats` holds statistics of all steps of all ranks and epochs:
+    `sums` [3, obs_dim + 1] float64, for `mpi_running_statistics` of observations and discounted
+    returns so far, and `obs_mean`, `obs_std` [obs_dim] float32. They change in `get` alone.
     """
 
     def __init__(self, obs_dim, action_space, size, gamma, lam, norm_obs=False, norm_rew=False):
@@ -205,9 +210,8 @@ class GAEBuffer:
         self.gamma, self.lam = gamma, lam
         self.norm_obs, self.norm_rew, self.stats = norm_obs, norm_rew, {}
         if norm_obs or norm_rew:
-            self.stats["sums"] = np.zeros((3, obs_dim + 1))
-            self.stats["obs_mean"] = np.zeros(obs_dim, dtype=np.float32)
-            self.stats["obs_std"] = np.ones(obs_dim, dtype=np.float32)
+            mean, std = np.zeros(obs_dim, dtype=np.float32), np.ones(obs_dim, dtype=np.float32)
+            self.stats = {"sums": np.zeros((3, obs_dim + 1)), "obs_mean": mean, "obs_std": std}
         self.past_ret, self.past_rets = 0.0, np.zeros(size)
         self.ptr, self.paths = 0, []
 
@@ -232,8 +236,7 @@ class GAEBuffer:
         """Empty the buffer.
 
         Args:
-            v: function from observations [N, obs_dim] to values [N]. It is called once, for all
-                steps together: V does not change while experience is gathered.
+            v: function from observations [N, obs_dim] to values [N], called once for all steps.
 
         Returns:
             obs [size, obs_dim], act [size] or [size, act_dim], adv [size], ret [size], val [size];
@@ -321,59 +324,63 @@ def train(args):
     rng = make_rng(args.seed, "weights")
     ac = actor_critic(obs_dim, action_space, args.hidden_sizes, args.activation, rng).to(device)
     sync_params(ac)
-    pi_optimizer = torch.optim.Adam(ac.pi.parameters(), lr=args.pi_lr, fused=True)
-    vf_optimizer = torch.optim.Adam(ac.v.parameters(), lr=args.vf_lr, fused=True)
+    pi_optimizer = MpiAdamOptimizer(ac.pi.parameters(), args.pi_lr)
+    vf_optimizer = MpiAdamOptimizer(ac.v.parameters(), args.vf_lr)
+    n_pi, n_v = (sum(p.numel() for p in net.parameters()) for net in (ac.pi, ac.v))
+    logger.log(f"Number of parameters: pi {n_pi}, v {n_v}")
     norm = args.norm_obs, args.norm_rew
     buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch, args.gamma, args.lam, *norm)
     for name, array in buf.stats.items():  # in NumPy's memory; model.pt and checkpoints hold them
         ac.register_buffer(name, torch.from_numpy(array))
 
     def values(obs):
+        """V of observations: array [N, obs_dim] -> array [N]."""
         with torch.no_grad():
-            return ac.v(torch.as_tensor(obs, device=device)).squeeze(-1).cpu().numpy()
+            return ac.v(torch.as_tensor(obs, device=device))[:, 0].cpu().numpy()
 
-    def loss_pi_fn(obs, act, adv, logp_old):
+    @torch.no_grad()
+    def losses(obs, act, adv, ret, logp_old):
+        """loss_pi, loss_v, the approximate KL divergence and the entropy: floats."""
         logp, entropy = ac.pi(obs, act)
-        return *compute_loss_pi(logp, logp_old, adv), entropy.mean()
+        loss_pi, kl = compute_loss_pi(logp, logp_old, adv)
+        loss_v = compute_loss_v(ac.v(obs)[:, 0], ret)
+        return [x.item() for x in (loss_pi, loss_v, kl, entropy.mean())]
 
-    def loss_v_fn(obs, ret):
-        return compute_loss_v(ac.v(obs).squeeze(-1), ret)
+    def train_pi(obs, act, adv, logp_old):
+        """One gradient step on loss_pi."""
+        logp, _ = ac.pi(obs, act)
+        loss_pi, _ = compute_loss_pi(logp, logp_old, adv)
+        pi_optimizer.minimize(loss_pi)
+
+    def train_v(obs, ret):
+        """One gradient step on loss_v."""
+        vf_optimizer.minimize(compute_loss_v(ac.v(obs)[:, 0], ret))
 
     if args.compile:
-        loss_pi_fn, loss_v_fn = mpi_compile(loss_pi_fn), mpi_compile(loss_v_fn)
+        train_pi, train_v = mpi_compile(train_pi), mpi_compile(train_v)
 
     def update():
+        """Improve policy and value function on the epoch's experience, and store what to log."""
         *batch, val = buf.get(values)
         obs, act, adv, ret = (torch.as_tensor(x, device=device) for x in batch)
         with torch.no_grad():
             logp_old, _ = ac.pi(obs, act)
-        loss_pi_old = loss_pi_fn(obs, act, adv, logp_old)[0].item()
-        loss_v_old = loss_v_fn(obs, ret).item()
+        loss_pi_old, loss_v_old, *_ = losses(obs, act, adv, ret, logp_old)
 
         # Policy: one step, since the batch tells of the policy that gathered it and of no other.
-        pi_optimizer.zero_grad()
-        loss_pi, _, _ = loss_pi_fn(obs, act, adv, logp_old)
-        loss_pi.backward()
-        mpi_avg_grads(ac.pi)
-        pi_optimizer.step()
+        train_pi(obs, act, adv, logp_old)
 
         # Value function: many steps, since its targets do not depend on it.
         for _ in range(args.train_v_iters):
-            vf_optimizer.zero_grad()
-            loss_v = loss_v_fn(obs, ret)
-            loss_v.backward()
-            mpi_avg_grads(ac.v)
-            vf_optimizer.step()
+            train_v(obs, ret)
 
-        loss_pi, kl, entropy = (x.item() for x in loss_pi_fn(obs, act, adv, logp_old))
-        loss_v = loss_v_fn(obs, ret).item()
-        logger.store(VVals=val, LossPi=loss_pi_old, LossV=loss_v_old)
+        loss_pi, loss_v, kl, entropy = losses(obs, act, adv, ret, logp_old)
+        logger.store(VVals=val, LossPi=loss_pi_old, LossV=loss_v_old, Entropy=entropy, KL=kl)
         logger.store(DeltaLossPi=loss_pi - loss_pi_old, DeltaLossV=loss_v - loss_v_old)
-        logger.store(Entropy=entropy, KL=kl)
 
     def export_policy():
-        layers = [layer for layer in ac.pi.net if isinstance(layer, nn.Linear)]
-        weights = [to_arrays((layer.weight.T, layer.bias)) for layer in layers]
+        """The policy as `get_action` takes it and policy.npz holds it: a dict of NumPy arrays."""
+        weights = [to_arrays((layer.weight.T, layer.bias)) for layer in ac.pi.net[::2]]
         arrays = {"weights": weights, "activation": args.activation}
         if args.norm_obs:
             arrays |= {key: buf.stats[key].copy() for key in ("obs_mean", "obs_std")}
@@ -401,28 +408,24 @@ def train(args):
             o, ep_ret, ep_len = o2, ep_ret + float(r), ep_len + 1
 
             ended = terminated or truncated or ep_len == args.max_ep_len
-            cut = t == local_steps_per_epoch - 1 and not ended
-            if ended or cut:
+            if ended or t == local_steps_per_epoch - 1:
                 buf.finish_path(o, terminated)
             if ended:
                 logger.store(EpRet=ep_ret, EpLen=ep_len)
                 o, _ = env.reset()
                 ep_ret, ep_len = 0.0, 0
-            elif cut:
+            elif t == local_steps_per_epoch - 1:
                 logger.store(CutEpRet=ep_ret)
 
         update()
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)
-        logger.log_tabular("EpRet", with_min_and_max=True)
-        logger.log_tabular("CutEpRet", average_only=True)
-        logger.log_tabular("EpLen", average_only=True)
-        logger.log_tabular("VVals", with_min_and_max=True)
+        for key in ("EpRet", "VVals"):
+            logger.log_tabular(key, with_min_and_max=True)
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
-        for key in ("LossPi", "LossV", "DeltaLossPi", "DeltaLossV"):
-            logger.log_tabular(key, average_only=True)
-        for key in ("Entropy", "KL"):
+        keys = "CutEpRet", "EpLen", "LossPi", "LossV", "DeltaLossPi", "DeltaLossV"
+        for key in ("Entropy", "KL", *keys):
             logger.log_tabular(key, average_only=True)
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()

@@ -1,0 +1,104 @@
+"""The README is true: its links resolve, the code it names exists, its commands run as written."""
+
+import re
+import shlex
+import shutil
+import subprocess
+
+import pytest
+from conftest import PATH, ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "benchmark" / "results").glob("*.md"))]
+README = PAGES[0].read_text()
+# Budgets: what is appended to a command so that it ends soon.
+SMALL = {
+    "vpg trpo ppo": "--epochs 1 --steps-per-epoch 400",
+    "ddpg td3 sac": "--epochs 1 --steps-per-epoch 200 --num-test-episodes 1",
+    "grid.py": "",
+}
+
+
+def anchors(text):
+    """GitHub's anchors of the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_resolve(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)|src(?:set)?=\"([^\"]+)\"", text):
+        path, _, anchor = "".join(target).partition("#")
+        if path.startswith("http"):
+            continue
+        linked = page.parent / path if path else page
+        assert linked.exists(), f"{page.name} links to {path}"
+        if anchor:
+            assert anchor in anchors(linked.read_text()), f"{page.name} links to #{anchor}"
+
+
+def test_the_code_that_equations_are_said_to_be_in_exists():
+    named = re.findall(r"(\w+_(?:torch|tf1)\.py): ((?:`\w+`(?:, )?)+)", README)
+    assert len(named) > 30
+    for script, names in named:
+        text = (ROOT / "algos" / script).read_text()
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"^(?:def|class) {name}\b", text, flags=re.M), f"{name} in {script}"
+
+
+def test_every_logged_column_is_explained():
+    for script in (ROOT / "algos").glob("*.py"):
+        keys = re.findall(r'log_tabular\("(\w+)"', script.read_text())
+        for loop in re.findall(r"for key in \((.*?)\):\n\s+logger.log_tabular", script.read_text()):
+            keys += re.findall(r'"(\w+)"', loop)
+        for key in set(keys) - {"Epoch"}:
+            stem = re.sub("^Delta", "Delta", key)
+            named = stem in README or stem.replace("DeltaLoss", "DeltaLoss*")[:10] in README
+            assert named, f"{key} of {script.name}"
+
+
+def commands():
+    """The shell commands of the README's code blocks, without their comments."""
+    blocks = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", README, flags=re.M | re.S)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line for line in lines if line and not line.startswith("python3 -m venv")]
+
+
+def shortened(command):
+    """The command with a small budget."""
+    for names, flags in SMALL.items():
+        if any(re.search(rf"/{name}(_torch|_tf1)?(\.py)?\b", command) for name in names.split()):
+            return f"{command} {flags}"
+    return command
+
+
+@pytest.mark.slow
+def test_commands_run_as_written(tmp_path):
+    """One after another, in a clone, as a reader would: later ones use what earlier ones made."""
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    for name in files.splitlines():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tmp_path / name)
+    for sweep in (tmp_path / "sweeps").glob("*.toml"):
+        text = re.sub(r"^epochs = .*", "epochs = 1", sweep.read_text(), flags=re.M)
+        text = text.replace("[params]", "[params]\nsteps_per_epoch = 200\nnum_test_episodes = 1", 1)
+        if "sac" not in sweep.name:
+            text = text.replace("\nnum_test_episodes = 1", "")
+        sweep.write_text(text)
+    assert len(commands()) > 15
+    for command in commands():
+        if command.startswith(("tensorboard", "diff")):
+            assert all((tmp_path / w).exists() for w in shlex.split(command)[1:] if "/" in w)
+            continue
+        result = subprocess.run(
+            ["bash", "-c", shortened(command)],
+            cwd=tmp_path,
+            env={"PATH": PATH, "HOME": str(tmp_path), "MPLBACKEND": "Agg"},
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+        assert result.returncode == 0, (
+            f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
+        )
