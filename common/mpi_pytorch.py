@@ -1,14 +1,17 @@
 """PyTorch's half of the MPI helpers, and tensors to arrays and back for checkpoints."""
 
+import contextlib
 import io
 import math
 import os
 import shutil
+import sys
 import warnings
 from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from common import UsageError
 from common.cpu import keep_freed_memory, switch_mkl
@@ -79,6 +82,9 @@ def mpi_compile(function, **options):
         if variant in called:
             return compiled(*args)
         global _others_wait
+        if proc_id() == 0 and not called:
+            with contextlib.suppress(OSError):  # where nobody reads any more
+                tqdm.write("Compiling (about half a minute the first time) ...", file=sys.stdout)
         called.add(variant)
         if proc_id() > 0:
             barrier()
