@@ -57,6 +57,7 @@ INK = "#7a7f87"
 @dataclasses.dataclass
 class Args:
     collect: tuple[str, ...] = ()  # directories of runs, or prefixes of their names, to take in
+    drop: tuple[str, ...] = ()  # with --collect: commits whose runs are taken out first
 
 
 # ------------------------------------------------------------------------------------- collecting
@@ -83,8 +84,10 @@ def thin(table):
     return table.groupby(group).agg(dict.fromkeys(table, "mean") | {"steps": "last"})
 
 
-def collect(logdirs, results=RESULTS):
+def collect(logdirs, results=RESULTS, drop=()):
     """Take the runs below `logdirs` into runs.csv and curves.csv; returns the number of runs.
+
+    Runs that are there already are replaced, and those of the commits `drop` are taken out.
 
     Raises ValueError if there is no run, or for a logdir that does not exist.
     """
@@ -113,13 +116,14 @@ def collect(logdirs, results=RESULTS):
         curves[name] = table.assign(run=name)
     if not runs:
         raise ValueError(f"no run to collect in {' '.join(logdirs)}")
-    for name, new in (
-        ("runs", pd.DataFrame(runs.values())),
-        ("curves", pd.concat(curves.values())),
-    ):
+    gone = set(runs)
+    for name, new in ("runs", pd.DataFrame(runs.values())), ("curves", pd.concat(curves.values())):
         path = results / f"{name}.csv"
         old = pd.read_csv(path, dtype=TYPES) if path.exists() else new[:0]
-        both = pd.concat([old[~old.run.isin(runs)], new]) if len(old) else new
+        if name == "runs":
+            gone |= set(old.run[old.commit.isin(drop)])
+        old = old[~old.run.isin(gone)]
+        both = pd.concat([old, new]) if len(old) else new
         columns = RUN_COLUMNS if name == "runs" else ["run", "steps", "return", "test_return"]
         both = both.sort_values(["run", "steps"], kind="stable")[columns]
         both.to_csv(path, index=False, float_format="%.6g")
@@ -401,7 +405,7 @@ def main(argv=None):
     try:
         args = parse_args(Args, argv)
         if args.collect:
-            print(f"collected {collect(args.collect)} runs")
+            print(f"collected {collect(args.collect, drop=args.drop)} runs")
         for path, text in make().items():
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)

@@ -69,6 +69,12 @@ def test_collect_takes_runs_in_and_replaces_them(tmp_path):
     runs, curves = read(results)
     assert len(runs) == 3 and runs.status.tolist() == ["finished", "unknown", "finished"]
     assert curves[curves.run == "ppo_torch_Hopper-v4_s0"]["return"].tolist() == [8, 9, 10, 11]
+    assert runs.commit.tolist() == ["12e4567890"] * 3
+
+    write_run(tmp_path / "new", 0, [0], git_commit="0123456789ab")
+    report.collect([str(tmp_path / "new")], results, drop=["12e4567890"])
+    runs, curves = read(results)
+    assert runs.commit.tolist() == ["0123456789"] and len(curves) == 1
     with pytest.raises(ValueError, match="starts with it"):
         report.collect([str(tmp_path / "nothing")], results)
 

@@ -210,6 +210,14 @@ def test_from_python(tmp_path):
         tp.load_policy(run, itr="best")
 
 
+@pytest.mark.parametrize(("env_id", "size"), [("FrozenLake-v1", 16), ("Blackjack-v1", 45)])
+def test_observations_are_flattened_as_in_training(tmp_path, capsys, env_id, size):
+    """One of 16 numbers; a tuple of numbers out of 32, 11 and 2."""
+    run = write_run(tmp_path / "run", arrays([size, 4 if size == 16 else 2], "categorical"), env_id)
+    tp.main([str(run), "-n", "2"])
+    assert capsys.readouterr().out.count("episode") == 2
+
+
 def test_discrete_actions_that_do_not_start_at_0(tmp_path, monkeypatch):
     """The policy counts from 0; what `load_env` returns shifts the action."""
     space, taken = gym.spaces.Discrete(2, start=5), []
