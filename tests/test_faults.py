@@ -199,21 +199,28 @@ def test_one_fault_after_another(tmp_path, script, ranks, career):
     assert not list(directory.rglob(".*.tmp"))  # nothing half-written is left
 
 
-@pytest.mark.slow
-def test_killed_at_random_until_finished(tmp_path):
-    """kill -9 at random moments until the run gets through, as for other scripts elsewhere."""
-    script, sizes = "ppo_tf1", {"steps_per_epoch": 400, "hidden_sizes": (32, 32)}
-    words = flags(script, data_dir=tmp_path, epochs=60, **sizes)
-    run(script, *words, "--exp-name", "whole", env=ODD)
+@pytest.mark.parametrize(
+    "script, ranks",
+    [
+        ("ppo_torch", 2),
+        pytest.param("ppo_torch", 1, marks=pytest.mark.slow),
+        pytest.param("ppo_tf1", 1, marks=pytest.mark.slow),
+        pytest.param("sac_torch", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_random_until_finished(tmp_path, script, ranks):
+    """kill -9 at random moments until the run gets through; every attempt goes forward."""
+    words = flags(script, data_dir=tmp_path, epochs=40, steps_per_epoch=200)
+    run(script, *words, "--exp-name", "whole", ranks=ranks, env=ODD)
     rng, kills, directory = random.Random(1), 0, run_dir(tmp_path, "killed")
     while True:
         process = subprocess.Popen(
-            command(script, *words, "--exp-name", "killed", "--resume"),
+            command(script, *words, "--exp-name", "killed", "--resume", ranks=ranks),
             env={**os.environ, **ODD},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        goal = saved_epochs(directory)[-1] + rng.randint(2, 10)
+        goal = saved_epochs(directory)[-1] + rng.randint(2, 8)
         while process.poll() is None and saved_epochs(directory)[-1] < goal:
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.1))
@@ -224,6 +231,7 @@ def test_killed_at_random_until_finished(tmp_path):
             break
     assert kills >= 2
     assert_same_run(run_dir(tmp_path, "whole"), directory)
+    assert read_status(directory)["status"] == "finished"
 
 
 @pytest.mark.slow
@@ -241,22 +249,6 @@ def test_a_killed_sweep_leaves_no_process(tmp_path):
     runs = [tmp_path / f"data/s_{script}/s_{script}_s0" for script in ("ppo_tf1", "sac_torch")]
     wait_until(lambda: all(saved_epochs(run)[-1] > 0 for run in runs))
     assert len(processes(tmp_path)) >= 1 + 2 * 3  # grid.py, and of two runs mpirun and ranks
-    process.kill()
-    process.wait()
-    wait_until(lambda: not processes(tmp_path), seconds=10)
-
-
-@pytest.mark.slow
-def test_a_killed_mpirun_leaves_no_process(tmp_path):
-    """Nor does one of four ranks. (With two it is killed in one fault after another.)"""
-    words = flags("ppo_torch", data_dir=tmp_path, exp_name="run", epochs=10**6)
-    process = subprocess.Popen(
-        command("ppo_torch", *words, ranks=4),
-        env={**os.environ, **ODD},
-        stdout=subprocess.DEVNULL,
-    )
-    wait_until(lambda: saved_epochs(run_dir(tmp_path, "run"))[-1] > 0)
-    assert len(processes(tmp_path)) >= 5
     process.kill()
     process.wait()
     wait_until(lambda: not processes(tmp_path), seconds=10)
@@ -349,19 +341,12 @@ def test_no_policy_of_nans_is_saved(tmp_path, script, kind, monkeypatch):
                for x in saved.values())  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "huge reward",
-        *(pytest.param(f"{x} reward", marks=pytest.mark.slow) for x in ("nan", "infinite")),
-    ],
-)
-def test_bad_numbers_stop_all_ranks(tmp_path, kind):
+def test_bad_numbers_stop_all_ranks(tmp_path):
     """The same from the command line, on two ranks: exit code and status."""
-    kwargs = {"kind": kind, "at": 25}
+    kwargs = {"kind": "huge reward", "at": 25}
     words = flags("ppo_torch", data_dir=tmp_path, exp_name="bad", epochs=3, env_kwargs=kwargs)
     result = run("ppo_torch", *words, ranks=2, env=ODD, check=False, timeout=100)
-    directory, text = run_dir(tmp_path, "bad"), f"FloatingPointError: {BAD[kind]}"
+    directory, text = run_dir(tmp_path, "bad"), f"FloatingPointError: {BAD['huge reward']}"
     assert result.returncode and re.search(text, result.stderr), result.stderr
     status = read_status(directory)
     assert status["status"] == "failed" and re.fullmatch(text, status["error"])
@@ -605,7 +590,7 @@ def test_a_closed_pipe_of_mpirun(tmp_path):
 
 def test_a_terminal_that_goes_away(tmp_path):
     """After nohup or disown, the terminal is closed: the run goes on, bars and tables unseen."""
-    words = command("ppo_torch", *flags("ppo_torch", data_dir=tmp_path, exp_name="run", epochs=100))
+    words = command("ppo_torch", *flags("ppo_torch", data_dir=tmp_path, exp_name="run", epochs=30))
     main, side = pty.openpty()
     process = subprocess.Popen(
         ["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *words],
@@ -618,4 +603,4 @@ def test_a_terminal_that_goes_away(tmp_path):
         seen += os.read(main, 4096)
     os.close(main)
     assert process.wait(timeout=100) == 0
-    assert len(progress(run_dir(tmp_path, "run"))) == 100
+    assert len(progress(run_dir(tmp_path, "run"))) == 30

@@ -1,17 +1,13 @@
 """PPO as a user runs it: it learns, it is exact, it is small, its ranks agree."""
 
-import json
 import os
-import random
-import subprocess
-import time
 
 import gymnasium as gym
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import command, kill_all, load_script, mpi, progress, run, run_dir
+from conftest import command, load_script, mpi, progress, run, run_dir
 
 ppo = load_script("ppo_torch")
 SMALL = ["--steps-per-epoch", 400, "--train-pi-iters", 5, "--train-v-iters", 5, "--save-freq", 2]
@@ -100,42 +96,6 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path, ranks):
     pd.testing.assert_frame_equal(*tables, check_exact=True)
     run("ppo_torch", *SMALL, *flags[:-1], "c", "--seed", 1, ranks=ranks)
     assert not progress(run_dir(tmp_path, "c", seed=1)).equals(tables[0])
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_and_resumed_is_uninterrupted(tmp_path, ranks):
-    """kill -9 at random moments until the run gets through; every attempt goes forward."""
-    flags = ["--env-id", "Hopper-v4", "--epochs", 40, "--data-dir", tmp_path, "--exp-name"]
-    run("ppo_torch", *SMALL, *flags, "whole", ranks=ranks)
-    rng, kills = random.Random(0), 0
-    directory = run_dir(tmp_path, "killed")
-    while True:
-        process = subprocess.Popen(
-            command("ppo_torch", *SMALL, *flags, "killed", "--resume", ranks=ranks),
-            start_new_session=True,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        goal = saved_epoch(directory) + rng.randint(4, 12)  # beyond the next checkpoint
-        while process.poll() is None and saved_epoch(directory) < goal:
-            time.sleep(0.01)
-        time.sleep(rng.uniform(0, 0.2))
-        if process.poll() is None and kills < 4:
-            kill_all(process.pid)
-            kills += 1
-        if process.wait(timeout=120) == 0:
-            break
-    assert kills >= 2
-    whole, killed = progress(run_dir(tmp_path, "whole")), progress(directory)
-    pd.testing.assert_frame_equal(whole, killed, check_exact=True)
-    assert json.loads((directory / "status.json").read_text())["status"] == "finished"
-    policies = [np.load(run_dir(tmp_path, name) / "policy.npz") for name in ("whole", "killed")]
-    assert all((policies[0][key] == policies[1][key]).all() for key in policies[0])
-
-
-def saved_epoch(directory):
-    epochs = sorted(p.name for p in directory.glob("checkpoint/epoch_*"))
-    return int(epochs[-1][-6:]) if epochs else 0
 
 
 def test_ranks_start_and_stay_identical(tmp_path):
