@@ -128,15 +128,12 @@ def assert_same_run(a, b):
         assert sorted(x) == sorted(y) and all((x[key] == y[key]).all() for key in x)
 
 
-def wait_until(condition, seconds=60):
+def wait_for(condition, seconds=60):
     """Fail the test if a condition does not come true in time."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)
-
-
-wait_for = wait_until
 
 
 def processes(word):

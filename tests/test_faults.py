@@ -12,7 +12,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -33,7 +32,7 @@ from conftest import (
     run,
     run_dir,
     saved_epochs,
-    wait_until,
+    wait_for,
 )
 
 from common import UsageError, logger
@@ -173,7 +172,7 @@ def test_one_fault_after_another(tmp_path, script, ranks, career):
         result = run(script, *words, ranks=ranks, env=env, check=False)
         seen = f"{fault}\n{result.stdout}\n{result.stderr}"
         assert told.exists(), seen
-        wait_until(lambda: not processes(tmp_path), float(told.read_text()) + 10 - time.time())
+        wait_for(lambda: not processes(tmp_path), float(told.read_text()) + 10 - time.time())
         told.unlink()
 
         status, (word, *texts) = read_status(directory), SEEN[how]
@@ -232,26 +231,6 @@ def test_killed_at_random_until_finished(tmp_path, script, ranks):
     assert kills >= 2
     assert_same_run(run_dir(tmp_path, "whole"), directory)
     assert read_status(directory)["status"] == "finished"
-
-
-@pytest.mark.slow
-def test_a_killed_sweep_leaves_no_process(tmp_path):
-    """kill -9 to grid.py, which runs an on-policy and an off-policy script on two ranks each."""
-    (tmp_path / "sweep.toml").write_text(
-        f'name = "s"\nscript = ["algos/ppo_tf1.py", "algos/sac_torch.py"]\nworkers = 2\n'
-        f'num_cpu = 2\ndata_dir = "{tmp_path}/data"\n'
-        '[params]\nenv_id = "Pendulum-v1"\nepochs = 1000000\nsteps_per_epoch = 100\nsave_freq = 1\n'
-        '[params.compile]\nvals = [false]\nscripts = ["sac_*"]\n'
-        '[params.num_test_episodes]\nvals = [0]\nscripts = ["sac_*"]\n'
-    )
-    words = [sys.executable, str(ROOT / "benchmark" / "grid.py"), str(tmp_path / "sweep.toml")]
-    process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
-    runs = [tmp_path / f"data/s_{script}/s_{script}_s0" for script in ("ppo_tf1", "sac_torch")]
-    wait_until(lambda: all(saved_epochs(run)[-1] > 0 for run in runs))
-    assert len(processes(tmp_path)) >= 1 + 2 * 3  # grid.py, and of two runs mpirun and ranks
-    process.kill()
-    process.wait()
-    wait_until(lambda: not processes(tmp_path), seconds=10)
 
 
 # Bad numbers --------------------------------------------------------------------------------------
@@ -466,9 +445,8 @@ print("deaths:", deaths)
     [("sac_torch", "td3_torch"), pytest.param("trpo_tf1", "vpg_tf1", marks=pytest.mark.slow)],
 )
 def test_what_may_change_on_resume(tmp_path, script, other, monkeypatch, capsys):
-    """Epochs, as long as there are checkpoints, and then exactly; nothing that touches the numbers,
-    ranks included; of other versions there is a warning. A run whose checkpoints are all damaged is
-    refused, and one without any starts again."""
+    """Epochs, and then exactly; nothing that touches the numbers, ranks included. A run whose
+    checkpoints are all damaged is refused, and one without any starts again."""
     args = {"data_dir": str(tmp_path), "exp_name": "run"}
     train(script, **args | {"exp_name": "whole", "epochs": 4})
     with monkeypatch.context() as m:
@@ -476,13 +454,8 @@ def test_what_may_change_on_resume(tmp_path, script, other, monkeypatch, capsys)
         m.setattr(logger, "stop_requested", lambda: next(stops))
         assert not train(script, **args, epochs=3)
     directory, args = run_dir(tmp_path, "run"), {**args, "resume": True}
-    for change, text in (
-        ({"gamma": 0.5}, "gamma was 0.99, is 0.5"),
-        ({"hidden_sizes": (9,)}, r"hidden_sizes was \[8\], is \[9\]"),
-        ({"seed": 0, "max_ep_len": 7}, "max_ep_len was 20, is 7"),
-    ):
-        with pytest.raises(UsageError, match=text):
-            train(script, **args, **change)
+    with pytest.raises(UsageError, match=r"hidden_sizes was \[8\], is \[9\]"):
+        train(script, **args, hidden_sizes=(9,))
     with pytest.raises(UsageError, match=f"script was {script}.py, is {other}.py"):
         train(other, **args)
 
@@ -505,20 +478,9 @@ def test_what_may_change_on_resume(tmp_path, script, other, monkeypatch, capsys)
     (directory / "config.json").write_text(json.dumps({**config, "ranks": 2}))
     with pytest.raises(UsageError, match="ranks was 2, is 1"):
         train(script, **args)
-    library = "torch" if script.endswith("torch") else "tensorflow"
-    now = config["versions"][library]
-    config["versions"][library] = "1.15"
     (directory / "config.json").write_text(json.dumps(config))
     assert train(script, **args, epochs=4)  # it began with 3
-    out = capsys.readouterr().out
-    assert f"WARNING: resuming with {library} {now}; the run began with 1.15" in out
     assert_same_run(run_dir(tmp_path, "whole"), directory)
-    if "replay_size" in settings(script):
-        with pytest.raises(UsageError, match=r"cannot extend .*replay buffer and all, are deleted"):
-            train(script, **args, epochs=5)
-        assert read_status(directory)["status"] == "finished"
-    else:
-        assert train(script, **args, epochs=5) and len(progress(directory)) == 5
 
 
 @pytest.mark.parametrize("script", ["sac_torch", pytest.param("ppo_tf1", marks=pytest.mark.slow)])
@@ -532,7 +494,7 @@ def test_two_processes_on_one_directory(tmp_path, script):
         stdout=subprocess.DEVNULL,
     )
     directory = run_dir(tmp_path, "run")
-    wait_until(lambda: len(saved_epochs(directory)) == 3)
+    wait_for(lambda: len(saved_epochs(directory)) == 3)
     for flag in ("resume", "overwrite"):
         with pytest.raises(UsageError, match=f"is in use by process {first.pid} on"):
             train(script, data_dir=str(tmp_path), exp_name="run", **{flag: True})
@@ -582,7 +544,7 @@ def test_a_closed_pipe_of_mpirun(tmp_path):
     words = flags("vpg_tf1", data_dir=tmp_path, exp_name="run", resume=True)
     result = piped_to_head(command("vpg_tf1", *words, "--epochs", 10**6, ranks=2), {})
     assert result.returncode
-    wait_until(lambda: not processes(tmp_path), seconds=10)
+    wait_for(lambda: not processes(tmp_path), seconds=10)
     epochs = saved_epochs(run_dir(tmp_path, "run"))[-1] + 1
     run("vpg_tf1", *words, "--epochs", epochs, ranks=2, env=ODD)
     assert len(progress(run_dir(tmp_path, "run"))) == epochs

@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import MPIRUN, ROOT, progress, run_dir, wait_until
+from conftest import MPIRUN, ROOT, progress, run_dir, wait_for
 
 HOSTS = "127.0.0.1,127.0.0.2"
 PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"])
@@ -47,7 +47,7 @@ def ssh(tmp_path):
     )
     program.chmod(0o755)
     try:
-        wait_until(lambda: b"listening" in (tmp_path / "sshd.log").read_bytes(), seconds=10)
+        wait_for(lambda: b"listening" in (tmp_path / "sshd.log").read_bytes(), seconds=10)
         answer = subprocess.run([program, "127.0.0.2", "true"], capture_output=True, text=True)
         if answer.returncode:
             pytest.skip(f"sshd lets nobody in here: {answer.stderr.strip()}")

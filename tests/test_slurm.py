@@ -7,13 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
+from conftest import ROOT, read_status, wait_for
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
 from benchmark import grid
 from common import UsageError
 
@@ -58,23 +55,9 @@ def submit(directory, *args, **env):
     )
 
 
-def wait_until(condition, seconds=90):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.2)
-
-
 def queued(name):
     words = ["squeue", "--noheader", f"--name={name}", "--format=%i %T"]
     return subprocess.run(words, capture_output=True, text=True).stdout.splitlines()
-
-
-def status(run):
-    try:
-        return json.loads((run / "status.json").read_text())["status"]
-    except FileNotFoundError:
-        return None
 
 
 def returns(run):
@@ -143,14 +126,14 @@ def test_a_job_array_is_warned_requeued_and_resumed(tmp_path, launcher):
 
     # Slurm's warning before the time limit is this signal, to this shell.
     runs = [tmp_path / "data" / name / f"{name}_s{seed}" for seed in (0, 1)]
-    wait_until(lambda: (runs[0] / "progress.txt").exists() and len(returns(runs[0])) > 1)
+    wait_for(lambda: (runs[0] / "progress.txt").exists() and len(returns(runs[0])) > 1)
     subprocess.run(["scancel", "--batch", "--signal=USR1", f"{job}_1"], check=True)
-    wait_until(lambda: f"{job}_1 PENDING" in queued(name))
-    assert status(runs[0]) == "interrupted" and 2 <= len(returns(runs[0])) < 12
+    wait_for(lambda: f"{job}_1 PENDING" in queued(name))
+    assert read_status(runs[0])["status"] == "interrupted" and 2 <= len(returns(runs[0])) < 12
 
-    wait_until(lambda: not queued(name))
+    wait_for(lambda: not queued(name))
     for seed, run in enumerate(runs):
-        assert status(run) == "finished"
+        assert read_status(run)["status"] == "finished"
         assert returns(run) == [str(100 * seed + k) for k in range(1, 13)]
         assert json.loads((run / "config.json").read_text())["ranks"] == 2
     assert (runs[0] / "launch.log").read_text().count("Slurm job") == 2
@@ -162,11 +145,11 @@ def test_a_job_array_is_warned_requeued_and_resumed(tmp_path, launcher):
 def test_a_failed_task_is_not_requeued_and_is_submitted_again_on_request(tmp_path):
     name = write_sweep(tmp_path, "fail_at = 1")
     assert submit(tmp_path).returncode == 0
-    wait_until(lambda: not queued(name))
-    assert status(tmp_path / "data" / name / f"{name}_s0") == "failed"
+    wait_for(lambda: not queued(name))
+    assert read_status(tmp_path / "data" / name / f"{name}_s0")["status"] == "failed"
     assert "nothing to submit" in submit(tmp_path).stdout
     assert "1 of 1 runs" in submit(tmp_path, "--retry-failed").stdout
-    wait_until(lambda: not queued(name))
+    wait_for(lambda: not queued(name))
 
 
 @needs_slurm

@@ -4,9 +4,8 @@ import csv
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from conftest import ROOT
 
 
 def python(cwd, script, *args):
