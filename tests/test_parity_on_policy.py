@@ -28,7 +28,8 @@ class Pair:
         sizes = OBS_DIM, space, (16, 8), activation
         self.ac = self.torch.actor_critic(*sizes, np.random.default_rng(0))
         self.sess = setup_tf1_for_mpi()
-        self.pi, self.v = self.tf1.actor_critic(*sizes, np.random.default_rng(0))
+        networks = self.tf1.actor_critic(*sizes, np.random.default_rng(0))
+        self.pi, self.v = networks.pi, networks.v
         self.pi_vars, self.v_vars = tf.trainable_variables("pi/"), tf.trainable_variables("v/")
         self.sess.run(tf.global_variables_initializer())
 
