@@ -85,11 +85,13 @@ class Args:
     gamma: Unit = 0.99  # discount factor
     hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
+    minibatch_size: NonNegInt = 0  # samples in each step on V, and on PPO's policy; 0: the whole epoch
     norm_obs: bool = False  # learn from observations less their mean, over their standard deviation
     norm_rew: bool = False  # learn from rewards over the standard deviation of discounted returns
     # PPO
     clip_ratio: PosFloat = 0.2  # eps: how far the objective rewards moving the policy
     pi_lr: PosFloat = 3e-4  # learning rate of the policy
+    anneal_lr: bool = False  # lower pi_lr linearly, to 0 at the end of the run
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
     train_pi_iters: NonNegInt = 80  # most policy steps per epoch
     train_v_iters: NonNegInt = 80  # value function steps per epoch
@@ -277,6 +279,18 @@ class GAEBuffer:
         return obs[:size], self.act, adv, ret.astype(np.float32), values[:size]
 
 
+def minibatches(iters, minibatch_size, size, rng):
+    """The steps, out of `size`, that each of `iters` gradient steps learns from: indices.
+
+    They are drawn at random, none again before all others. A minibatch_size of 0 stands for all.
+    """
+    if minibatch_size == 0:
+        return [slice(None)] * iters
+    passes = iters * minibatch_size // size + 1
+    order = np.concatenate([rng.permutation(size) for _ in range(passes)])
+    return order[: iters * minibatch_size].reshape(iters, minibatch_size)
+
+
 # Losses -------------------------------------------------------------------------------------------
 
 
@@ -323,6 +337,7 @@ def train(args):
     env = make_env(args.env_id, args.env_kwargs, (Box, Discrete))
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     local_steps_per_epoch = rank_share("--steps-per-epoch", args.steps_per_epoch)
+    minibatch_size = rank_share("--minibatch-size", args.minibatch_size)
     logger = start_run(args, __file__)
     if logger.finished:
         return logger.close()
@@ -367,7 +382,7 @@ def train(args):
         pi_gradients, train_v = mpi_compile(pi_gradients), mpi_compile(train_v)
         pi_optimizer.apply_gradients = mpi_compile(pi_optimizer.apply_gradients)
 
-    def update():
+    def update(rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
         *batch, val = buf.get(values)
         obs, act, adv, ret = (torch.as_tensor(x, device=device) for x in batch)
@@ -377,16 +392,18 @@ def train(args):
 
         # Policy: steps until the new policy is too far from the old. The KL is checked before the
         # step is taken, and averaged, so that all ranks stop together.
+        if args.anneal_lr:
+            pi_optimizer.learning_rate.fill_(args.pi_lr * (1 - logger.epoch / args.epochs))
         i = 0
-        for i in range(args.train_pi_iters):
-            grads, kl = pi_gradients(obs, act, adv, logp_old)
+        for i, part in enumerate(minibatches(args.train_pi_iters, minibatch_size, len(obs), rng)):
+            grads, kl = pi_gradients(obs[part], act[part], adv[part], logp_old[part])
             if mpi_avg(kl.item()) > 1.5 * args.target_kl:
                 break
             pi_optimizer.apply_gradients(grads)
 
         # Value function: goes on after the policy has stopped, since its targets hold all the same.
-        for _ in range(args.train_v_iters):
-            train_v(obs, ret)
+        for part in minibatches(args.train_v_iters, minibatch_size, len(obs), rng):
+            train_v(obs[part], ret[part])
 
         loss_pi, loss_v, kl, clip_frac, entropy = losses(obs, act, adv, ret, logp_old)
         logger.store(VVals=val, LossPi=loss_pi_old, LossV=loss_v_old, Entropy=entropy, KL=kl)
@@ -432,7 +449,7 @@ def train(args):
             elif t == local_steps_per_epoch - 1:
                 logger.store(CutEpRet=ep_ret)
 
-        update()
+        update(rng)
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)

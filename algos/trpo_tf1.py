@@ -84,6 +84,7 @@ class Args:
     gamma: Unit = 0.99  # discount factor
     hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
+    minibatch_size: NonNegInt = 0  # samples in each step on V, and on PPO's policy; 0: the whole epoch
     norm_obs: bool = False  # learn from observations less their mean, over their standard deviation
     norm_rew: bool = False  # learn from rewards over the standard deviation of discounted returns
     # TRPO
@@ -316,6 +317,18 @@ class GAEBuffer:
         return obs[:size], self.act, adv, ret.astype(np.float32), values[:size]
 
 
+def minibatches(iters, minibatch_size, size, rng):
+    """The steps, out of `size`, that each of `iters` gradient steps learns from: indices.
+
+    They are drawn at random, none again before all others. A minibatch_size of 0 stands for all.
+    """
+    if minibatch_size == 0:
+        return [slice(None)] * iters
+    passes = iters * minibatch_size // size + 1
+    order = np.concatenate([rng.permutation(size) for _ in range(passes)])
+    return order[: iters * minibatch_size].reshape(iters, minibatch_size)
+
+
 # Losses -------------------------------------------------------------------------------------------
 
 
@@ -409,6 +422,7 @@ def train(args):
     env = make_env(args.env_id, args.env_kwargs, (Box, Discrete))
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     local_steps_per_epoch = rank_share("--steps-per-epoch", args.steps_per_epoch)
+    minibatch_size = rank_share("--minibatch-size", args.minibatch_size)
     logger = start_run(args, __file__)
     if logger.finished:
         return logger.close()
@@ -450,7 +464,7 @@ def train(args):
         """V of observations: array [N, obs_dim] -> array [N]."""
         return sess.run(v_obs, {obs_ph: obs})
 
-    def update():
+    def update(rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
         obs, act, adv, ret, val = buf.get(values)
         load_variables(sess, stats, buf.stats)
@@ -487,8 +501,8 @@ def train(args):
             i = args.backtrack_iters
 
         # Value function: many steps, since its targets do not depend on it.
-        for _ in range(args.train_v_iters):
-            sess.run(train_v, batch)
+        for part in minibatches(args.train_v_iters, minibatch_size, len(obs), rng):
+            sess.run(train_v, {obs_ph: obs[part], ret_ph: ret[part]})
 
         loss_pi, loss_v, kl, entropy = measure()
         logger.store(VVals=val, LossPi=loss_pi_old, LossV=loss_v_old, Entropy=entropy, KL=kl)
@@ -535,7 +549,7 @@ def train(args):
             elif t == local_steps_per_epoch - 1:
                 logger.store(CutEpRet=ep_ret)
 
-        update()
+        update(rng)
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)

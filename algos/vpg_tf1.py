@@ -78,10 +78,12 @@ class Args:
     gamma: Unit = 0.99  # discount factor
     hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
+    minibatch_size: NonNegInt = 0  # samples in each step on V, and on PPO's policy; 0: the whole epoch
     norm_obs: bool = False  # learn from observations less their mean, over their standard deviation
     norm_rew: bool = False  # learn from rewards over the standard deviation of discounted returns
     # VPG
     pi_lr: PosFloat = 3e-4  # learning rate of the policy
+    anneal_lr: bool = False  # lower pi_lr linearly, to 0 at the end of the run
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
     train_v_iters: NonNegInt = 80  # value function steps per epoch
     lam: Unit = 0.97  # lambda of GAE
@@ -284,6 +286,18 @@ class GAEBuffer:
         return obs[:size], self.act, adv, ret.astype(np.float32), values[:size]
 
 
+def minibatches(iters, minibatch_size, size, rng):
+    """The steps, out of `size`, that each of `iters` gradient steps learns from: indices.
+
+    They are drawn at random, none again before all others. A minibatch_size of 0 stands for all.
+    """
+    if minibatch_size == 0:
+        return [slice(None)] * iters
+    passes = iters * minibatch_size // size + 1
+    order = np.concatenate([rng.permutation(size) for _ in range(passes)])
+    return order[: iters * minibatch_size].reshape(iters, minibatch_size)
+
+
 # Losses -------------------------------------------------------------------------------------------
 
 
@@ -328,6 +342,7 @@ def train(args):
     env = make_env(args.env_id, args.env_kwargs, (Box, Discrete))
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     local_steps_per_epoch = rank_share("--steps-per-epoch", args.steps_per_epoch)
+    minibatch_size = rank_share("--minibatch-size", args.minibatch_size)
     logger = start_run(args, __file__)
     if logger.finished:
         return logger.close()
@@ -336,7 +351,8 @@ def train(args):
     rng = make_rng(args.seed, "weights")
     ac = actor_critic(obs_dim, action_space, args.hidden_sizes, args.activation, rng)
     pi_vars, v_vars = tf.trainable_variables("pi/"), tf.trainable_variables("v/")
-    pi_optimizer = MpiAdamOptimizer(args.pi_lr, name="pi_optimizer")
+    pi_lr = tf.get_variable("pi_lr", initializer=np.float64(args.pi_lr), trainable=False)
+    pi_optimizer = MpiAdamOptimizer(pi_lr, name="pi_optimizer")
     vf_optimizer = MpiAdamOptimizer(args.vf_lr, name="vf_optimizer")
     n_pi, n_v = (sum(p.shape.num_elements() for p in params) for params in (pi_vars, v_vars))
     logger.log(f"Number of parameters: pi {n_pi}, v {n_v}")
@@ -365,7 +381,7 @@ def train(args):
         """V of observations: array [N, obs_dim] -> array [N]."""
         return sess.run(v_obs, {obs_ph: obs})
 
-    def update():
+    def update(rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
         obs, act, adv, ret, val = buf.get(values)
         load_variables(sess, stats, buf.stats)
@@ -374,11 +390,13 @@ def train(args):
         loss_pi_old, loss_v_old, *_ = sess.run(losses, batch)
 
         # Policy: one step, since the batch tells of the policy that gathered it and of no other.
+        if args.anneal_lr:
+            pi_lr.load(args.pi_lr * (1 - logger.epoch / args.epochs), sess)
         sess.run(train_pi, batch)
 
         # Value function: many steps, since its targets do not depend on it.
-        for _ in range(args.train_v_iters):
-            sess.run(train_v, batch)
+        for part in minibatches(args.train_v_iters, minibatch_size, len(obs), rng):
+            sess.run(train_v, {obs_ph: obs[part], ret_ph: ret[part]})
 
         loss_pi, loss_v, kl, entropy = sess.run(losses, batch)
         logger.store(VVals=val, LossPi=loss_pi_old, LossV=loss_v_old, Entropy=entropy, KL=kl)
@@ -425,7 +443,7 @@ def train(args):
             elif t == local_steps_per_epoch - 1:
                 logger.store(CutEpRet=ep_ret)
 
-        update()
+        update(rng)
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)

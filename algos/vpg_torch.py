@@ -83,10 +83,12 @@ class Args:
     gamma: Unit = 0.99  # discount factor
     hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
+    minibatch_size: NonNegInt = 0  # samples in each step on V, and on PPO's policy; 0: the whole epoch
     norm_obs: bool = False  # learn from observations less their mean, over their standard deviation
     norm_rew: bool = False  # learn from rewards over the standard deviation of discounted returns
     # VPG
     pi_lr: PosFloat = 3e-4  # learning rate of the policy
+    anneal_lr: bool = False  # lower pi_lr linearly, to 0 at the end of the run
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
     train_v_iters: NonNegInt = 80  # value function steps per epoch
     lam: Unit = 0.97  # lambda of GAE
@@ -272,6 +274,18 @@ class GAEBuffer:
         return obs[:size], self.act, adv, ret.astype(np.float32), values[:size]
 
 
+def minibatches(iters, minibatch_size, size, rng):
+    """The steps, out of `size`, that each of `iters` gradient steps learns from: indices.
+
+    They are drawn at random, none again before all others. A minibatch_size of 0 stands for all.
+    """
+    if minibatch_size == 0:
+        return [slice(None)] * iters
+    passes = iters * minibatch_size // size + 1
+    order = np.concatenate([rng.permutation(size) for _ in range(passes)])
+    return order[: iters * minibatch_size].reshape(iters, minibatch_size)
+
+
 # Losses -------------------------------------------------------------------------------------------
 
 
@@ -316,6 +330,7 @@ def train(args):
     env = make_env(args.env_id, args.env_kwargs, (Box, Discrete))
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     local_steps_per_epoch = rank_share("--steps-per-epoch", args.steps_per_epoch)
+    minibatch_size = rank_share("--minibatch-size", args.minibatch_size)
     logger = start_run(args, __file__)
     if logger.finished:
         return logger.close()
@@ -359,7 +374,7 @@ def train(args):
     if args.compile:
         train_pi, train_v = mpi_compile(train_pi), mpi_compile(train_v)
 
-    def update():
+    def update(rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
         *batch, val = buf.get(values)
         obs, act, adv, ret = (torch.as_tensor(x, device=device) for x in batch)
@@ -368,11 +383,13 @@ def train(args):
         loss_pi_old, loss_v_old, *_ = losses(obs, act, adv, ret, logp_old)
 
         # Policy: one step, since the batch tells of the policy that gathered it and of no other.
+        if args.anneal_lr:
+            pi_optimizer.learning_rate.fill_(args.pi_lr * (1 - logger.epoch / args.epochs))
         train_pi(obs, act, adv, logp_old)
 
         # Value function: many steps, since its targets do not depend on it.
-        for _ in range(args.train_v_iters):
-            train_v(obs, ret)
+        for part in minibatches(args.train_v_iters, minibatch_size, len(obs), rng):
+            train_v(obs[part], ret[part])
 
         loss_pi, loss_v, kl, entropy = losses(obs, act, adv, ret, logp_old)
         logger.store(VVals=val, LossPi=loss_pi_old, LossV=loss_v_old, Entropy=entropy, KL=kl)
@@ -417,7 +434,7 @@ def train(args):
             elif t == local_steps_per_epoch - 1:
                 logger.store(CutEpRet=ep_ret)
 
-        update()
+        update(rng)
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)

@@ -133,15 +133,20 @@ class MpiAdamOptimizer:
 
     Args:
         params: the parameters; their values change in place.
-        learning_rate, beta1, beta2, epsilon: as in the paper; floats.
+        learning_rate, beta1, beta2, epsilon: as in the paper; floats. `learning_rate.fill_` changes
+            the first later.
     """
 
     def __init__(self, params, learning_rate, beta1=0.9, beta2=0.999, epsilon=1e-8):
-        self.params, self.learning_rate, self.ranks = list(params), learning_rate, num_procs()
+        self.params, self.ranks = list(params), num_procs()
         self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
         self.exp_avgs, self.exp_avg_sqs = ([torch.zeros_like(p) for p in self.params] for _ in "12")
-        self.step = torch.zeros((), dtype=torch.float64, device=self.params[0].device)
-        for state in (*self.exp_avgs, *self.exp_avg_sqs, self.step):
+        double = {"dtype": torch.float64, "device": self.params[0].device}
+        self.step, self.learning_rate = (
+            torch.zeros((), **double),
+            torch.tensor(learning_rate, **double),
+        )
+        for state in (*self.exp_avgs, *self.exp_avg_sqs, self.step, self.learning_rate):
             state.requires_grad_(False)
             if state.is_cuda:  # CUDA graphs change it where it lies
                 torch._dynamo.mark_static_address(state)
