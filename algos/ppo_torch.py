@@ -85,7 +85,7 @@ class Args:
     gamma: Unit = 0.99  # discount factor
     hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
-    minibatch_size: NonNegInt = 0  # samples in each step on V, and on PPO's policy; 0: the whole epoch
+    minibatch_size: NonNegInt = 0  # samples in each step on V, and on PPO's policy; 0: the epoch's
     norm_obs: bool = False  # learn from observations less their mean, over their standard deviation
     norm_rew: bool = False  # learn from rewards over the standard deviation of discounted returns
     # PPO
