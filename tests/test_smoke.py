@@ -5,7 +5,10 @@ import re
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
+
+from benchmark import test_policy as tp
 
 
 def python(cwd, script, *args):
@@ -17,10 +20,17 @@ def python(cwd, script, *args):
     )
 
 
-def test_the_smoke_sweep_runs_plots_and_can_be_watched(tmp_path):
+@pytest.mark.parametrize(
+    "some", [("ppo_torch", "td3_tf1"), pytest.param(None, marks=pytest.mark.slow)]
+)
+def test_the_smoke_sweep_runs_plots_and_can_be_watched(tmp_path, capsys, some):
     text = (ROOT / "sweeps" / "smoke.toml").read_text()
     scripts = re.findall(r"algos/(\w+)\.py", text)
     assert len(scripts) == 12
+    for script in set(scripts) - set(some or scripts):
+        text = text.replace(f'    "algos/{script}.py",\n', "")
+    if some:
+        scripts, text = some, text.replace('"ddpg_*", "td3_*", "sac_*"', '"td3_*"')
     for old, new in (
         ("epochs = 4", "epochs = 2"),
         ("steps_per_epoch = 1000", "steps_per_epoch = 600"),
@@ -37,7 +47,7 @@ def test_the_smoke_sweep_runs_plots_and_can_be_watched(tmp_path):
     assert f"smoke: {len(scripts)} runs, {len(scripts)} finished, in" in done.stdout
 
     done = python(tmp_path, "plot.py", "data/smoke_", "--out", "smoke.png", "--csv", "smoke.csv")
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
     with open(tmp_path / "smoke.csv", newline="") as f:
         rows = [r for r in csv.DictReader(f) if r["TotalEnvInteracts"] == "1200"]
     assert sorted(f"{r['algo']}_{r['framework']}" for r in rows) == sorted(scripts)
@@ -46,7 +56,7 @@ def test_the_smoke_sweep_runs_plots_and_can_be_watched(tmp_path):
     for script in scripts:
         run = tmp_path / "data" / f"smoke_{script}" / f"smoke_{script}_s0"
         flags = ["--deterministic"] if script.endswith("torch") else []
-        done = python(tmp_path, "test_policy.py", run, "--episodes", 1, *flags)
-        assert done.returncode == 0, done.stderr
-        assert f"{script}.py, after epoch 2" in done.stdout
-        assert -2000 < float(done.stdout.split("mean")[1].split()[0]) < 0
+        tp.main([str(run), "--episodes", "1", *flags])
+        said = capsys.readouterr().out
+        assert f"{script}.py, after epoch 2" in said
+        assert -2000 < float(said.split("mean")[1].split()[0]) < 0
