@@ -73,27 +73,6 @@ def assert_one_line(said, program):
 # ----------------------------------------------------------------------------------------- pickles
 
 
-@pytest.mark.parametrize("script", ["ppo_torch", pytest.param("ppo_tf1", marks=pytest.mark.slow)])
-def test_pickles_under_every_name_of_a_run(tmp_path, script, planted):
-    """All together, through the script itself."""
-    words = [*FLAGS, "--data-dir", tmp_path, "--epochs"]
-    run(script, *words, 2)
-    directory = run_dir(tmp_path, "run")
-    files = [p for p in directory.rglob("*") if p.is_file()]
-    names = {p.name for p in files}
-    assert {"config.json", "status.json", "progress.txt", "policy.npz", ".lock"} <= names
-    assert {"rank_0.npz", "manifest.json"} <= names
-    assert {"model.pt", "saved_model.pb"} & names
-    for path in files:
-        path.write_bytes(planted)
-    before = contents(directory)
-    result = run(script, *words, 3, "--resume", check=False)
-    assert result.returncode == 2
-    said = [line for line in result.stderr.splitlines() if line.startswith(f"{script}.py: ")]
-    assert len(said) == 1 and "config.json is damaged" in said[0], result.stderr
-    assert "Traceback" not in result.stderr and contents(directory) == before
-
-
 OUTCOMES = {
     "config.json": "config.json is damaged",
     "progress.txt": "progress.txt is damaged",
