@@ -4,10 +4,8 @@ import io
 import itertools
 import json
 import os
-import pickle
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import gymnasium as gym
@@ -274,58 +272,13 @@ def test_rendering_that_cannot_work_says_what_to_install(tmp_path):
 # ------------------------------------------------------------------------------------------- files
 
 
-def npz_with(name, data, compression=zipfile.ZIP_STORED):
-    """A whole policy with one more member."""
-    file = io.BytesIO()
-    np.savez(file, **arrays([4, 2], "categorical"))
-    with zipfile.ZipFile(file, "a", compression) as archive:
-        archive.writestr(name, data)
-    return file.getvalue()
-
-
-class Planted:
-    """Unpickling it creates a file."""
-
-    def __reduce__(self):
-        return (Path.touch, (Path(os.environ["PLANTED"]),))
-
-
-def planted_array():
-    file = io.BytesIO()
-    np.save(file, np.array([Planted()], dtype=object), allow_pickle=True)
-    return file.getvalue()
-
-
-def header(shape, dtype="<f4"):
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(
-        file, {"descr": dtype, "fortran_order": False, "shape": shape}
-    )
-    return file.getvalue()
-
-
-def test_hostile_files_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLANTED", str(tmp_path / "executed"))
-    zeros = np.zeros(5_000_000, np.float32)
-    bomb = io.BytesIO()
-    np.savez_compressed(bomb, weight_0=zeros)
-    hostile = {
-        "pickle": pickle.dumps(Planted()),
-        "object array": npz_with("x.npy", planted_array()),
-        "pickle in zip": npz_with("x.npy", pickle.dumps(Planted())),
-        "bomb": bomb.getvalue(),
-        "absurd shape": npz_with("x.npy", header((10**12, 10**6))),
-        "wrapping shape": npz_with("x.npy", header((2**40, 2**40))),
-        "npy": header((4,)) + bytes(16),
-        "empty": b"",
-        "cut": npz_with("x.npy", header((4,)) + bytes(16))[:-60],
-    }
-    for name, data in hostile.items():
-        path = tmp_path / "policy.npz"
+def test_files_that_are_no_archive_of_arrays(tmp_path, planted):
+    path, whole = tmp_path / "policy.npz", io.BytesIO()
+    np.savez(whole, **arrays([4, 2], "categorical"))
+    for data in (planted, b"", whole.getvalue()[:-60]):
         path.write_bytes(data)
         with pytest.raises(UsageError, match="no policy"):
-            print(name, tp.read_policy(path))
-    assert not (tmp_path / "executed").exists()
+            tp.read_policy(path)
 
 
 @pytest.mark.parametrize(
