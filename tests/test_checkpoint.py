@@ -100,17 +100,6 @@ def test_damage_is_noticed(tmp_path, capsys, damage, file):
             Checkpointer(tmp_path).load()
 
 
-def test_damaged_checkpoint_is_replaced(tmp_path):
-    saver = Checkpointer(tmp_path)
-    saver.save(1, STATE)
-    saver.save(2, STATE)
-    damage_bytes(tmp_path / "epoch_000002" / "rank_0.npz")
-    saver = Checkpointer(tmp_path)
-    assert saver.load()[0] == 1
-    saver.save(2, {**STATE, "t": 22})
-    assert Checkpointer(tmp_path).load()[1]["t"] == 22
-
-
 class Buffer:
     """A replay buffer of 10 transitions of 2 numbers; the i-th holds (i, i)."""
 
@@ -173,40 +162,6 @@ def test_back_to_the_checkpoint_before(tmp_path):
     saver.save(5, STATE, buffer)
     epoch, other = loaded(tmp_path)
     assert epoch == 5 and sorted(other.data[:, 0]) == list(range(10, 20))
-
-
-@pytest.mark.parametrize("step", ["fsync", "replace", "rename"])
-def test_a_save_that_dies_leaves_the_last_one(tmp_path, monkeypatch, step):
-    """The process dies at the n-th call of `step`, for every n: one of the two always loads."""
-    import os
-
-    real, deaths, n = getattr(os, step), 0, 0
-    while True:
-        n, calls = n + 1, 0
-        directory = tmp_path / str(n)
-        monkeypatch.setattr(os, step, real)
-        Checkpointer(directory).save(1, {**STATE, "t": 1})
-
-        def die(*args, last_call=n):
-            nonlocal calls
-            calls += 1
-            if calls == last_call:
-                raise KeyboardInterrupt
-            return real(*args)
-
-        monkeypatch.setattr(os, step, die)
-        try:
-            Checkpointer(directory).save(2, {**STATE, "t": 2})
-        except KeyboardInterrupt:
-            deaths += 1
-        else:
-            break
-        monkeypatch.setattr(os, step, real)
-        epoch, state = Checkpointer(directory).load()
-        assert epoch == state["t"] and epoch in (1, 2)
-        Checkpointer(directory).save(2, {**STATE, "t": 2})  # and the next save succeeds
-        assert Checkpointer(directory).load()[0] == 2
-    assert deaths >= 1
 
 
 def test_several_ranks(tmp_path):

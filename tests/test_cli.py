@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Literal
 
@@ -199,27 +198,6 @@ def test_help(script, capsys):
     assert "discount factor (between 0 and 1; default 0.99)" in " ".join(out.split())
 
 
-def test_works_from_any_directory(tmp_path):
-    """By path, without PYTHONPATH, in a directory with spaces and other letters than ASCII."""
-    here = tmp_path / "Übung 1"
-    here.mkdir()
-    run("ppo_torch", *QUICK, "--epochs", 1, cwd=here)
-    name = "ppo_torch_CartPole-v1"
-    assert progress(run_dir(here / "data", name)).Epoch.tolist() == [0]
-
-
-def test_an_existing_run_is_not_harmed(tmp_path):
-    flags = [*QUICK, "--epochs", 1, "--data-dir", tmp_path, "--exp-name", "run"]
-    run("ppo_torch", *flags)
-    before = (run_dir(tmp_path, "run") / "progress.txt").read_bytes()
-    result = run("ppo_torch", *flags, check=False)
-    assert result.returncode == 2 and "--resume continues it" in result.stderr
-    result = run("ppo_torch", *flags, "--resume")
-    assert "is finished" in result.stdout
-    assert (run_dir(tmp_path, "run") / "progress.txt").read_bytes() == before
-    run("ppo_torch", *flags, "--overwrite")
-
-
 @pytest.mark.parametrize(
     "signum, ranks",
     [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGUSR1, 1), (signal.SIGINT, 2)],
@@ -243,41 +221,6 @@ def test_a_signal_ends_the_run_at_a_clean_cut(tmp_path, signum, ranks):
     status = json.loads((directory / "status.json").read_text())
     assert status["status"] == "interrupted" and status["epoch"] == len(rows(directory)) - 1
     assert (directory / "checkpoint" / f"epoch_{status['epoch']:06d}").is_dir()
-
-
-def test_a_second_signal_ends_at_once(tmp_path):
-    flags = ["--env-id", "CartPole-v1", "--steps-per-epoch", 10**8, "--data-dir", tmp_path]
-    process = subprocess.Popen(command("ppo_torch", *flags), stderr=subprocess.PIPE, text=True)
-    directory = run_dir(tmp_path, "ppo_torch_CartPole-v1")
-    wait_for((directory / "status.json").exists)
-    time.sleep(1)
-    process.send_signal(signal.SIGTERM)
-    time.sleep(1.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=10)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert json.loads((directory / "status.json").read_text())["status"] == "interrupted"
-
-
-def test_a_failure_is_written_down(tmp_path):
-    """An environment that raises: traceback, exit code 1, status failed, on one or two ranks."""
-    (tmp_path / "broken.py").write_text(
-        SPACES
-        + """
-class Broken(Env):
-    def step(self, action):
-        raise RuntimeError("the robot fell apart")
-gym.register("Broken-v0", lambda: Broken(box, box))
-"""
-    )
-    for ranks in (1, 2):
-        flags = ["--env-id", "broken:Broken-v0", "--data-dir", tmp_path, "--exp-name", f"r{ranks}"]
-        env = {"PYTHONPATH": str(tmp_path)}
-        result = run("ppo_torch", *flags, ranks=ranks, env=env, check=False, timeout=60)
-        assert result.returncode and "RuntimeError: the robot fell apart" in result.stderr
-        status = json.loads((run_dir(tmp_path, f"r{ranks}") / "status.json").read_text())
-        assert status["status"] == "failed" and "the robot fell apart" in status["error"]
 
 
 def test_num_cpu_relaunches_under_mpirun(tmp_path):

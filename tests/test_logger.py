@@ -167,29 +167,6 @@ def test_a_run_is_never_written_over(tmp_path):
     assert (logger.output_dir / "notes.md").read_text() == "mine"
 
 
-def test_resume_refuses_other_arguments(tmp_path):
-    logger = start(tmp_path, epochs=2)
-    one_epoch(logger, 0, [1.0])
-    save(logger)
-    logger.close()
-    with pytest.raises(UsageError, match=r"cannot resume .*: lr was 0.1, is 0.2"):
-        start(tmp_path, resume=True, lr=0.2)
-    logger = start(tmp_path, resume=True, epochs=5)
-    assert logger.load_state() and logger.epoch == 1
-    logger.close()
-
-
-def test_resume_warns_of_other_versions(tmp_path, capsys):
-    logger = start(tmp_path)
-    path = logger.output_dir / "config.json"
-    logger.close()
-    config = json.loads(path.read_text())
-    config["versions"]["numpy"] = "1.0"
-    path.write_text(json.dumps(config))
-    start(tmp_path, resume=True).close()
-    assert f"numpy {np.__version__}; the run began with 1.0" in capsys.readouterr().out
-
-
 def test_resume_drops_rows_without_checkpoint(tmp_path):
     logger = start(tmp_path, epochs=9)
     one_epoch(logger, 0, [1.0])
@@ -214,16 +191,6 @@ def test_killed_before_the_first_status(tmp_path):
     logger = start(tmp_path, resume=True)
     assert logger.load_state() is None and logger.epoch == 0 and not logger.finished
     logger.close()
-
-
-def test_one_process_at_a_time(tmp_path):
-    logger = start(tmp_path)
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom common.logger import *\n"
-    code += f"Logger({str(logger.output_dir)!r}, resume=True)"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert other.returncode and "is in use by process" in other.stderr
-    logger.close()
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_unwritable_directory(tmp_path):
