@@ -167,6 +167,29 @@ def test_a_run_is_never_written_over(tmp_path):
     assert (logger.output_dir / "notes.md").read_text() == "mine"
 
 
+def test_what_may_change_on_resume(tmp_path, capsys):
+    """Not the arguments; versions with a warning; epochs, as long as there are checkpoints."""
+    logger = start(tmp_path)
+    for epoch in range(2):
+        one_epoch(logger, epoch, [1.0])
+        save(logger)
+    logger.close()
+    with pytest.raises(UsageError, match=r"cannot resume .*: lr was 0.1, is 0.2"):
+        start(tmp_path, resume=True, lr=0.2)
+    path = logger.output_dir / "config.json"
+    config = json.loads(path.read_text())
+    config["versions"]["numpy"] = "1.0"
+    path.write_text(json.dumps(config))
+    logger = start(tmp_path, resume=True, epochs=3)
+    assert logger.load_state() and logger.epoch == 2 and not logger.finished
+    assert f"numpy {np.__version__}; the run began with 1.0" in capsys.readouterr().out
+    one_epoch(logger, 2, [1.0])
+    assert logger.close(clear=True)
+    with pytest.raises(UsageError, match=r"cannot extend .*replay buffer and all, are deleted"):
+        start(tmp_path, resume=True, epochs=4)
+    assert start(tmp_path, resume=True, epochs=3).finished
+
+
 def test_resume_drops_rows_without_checkpoint(tmp_path):
     logger = start(tmp_path, epochs=9)
     one_epoch(logger, 0, [1.0])
@@ -375,7 +398,7 @@ W1, b1, W2, b2 = (policy[name] for name in ("W1", "b1", "W2", "b2"))
 """
 
 
-@pytest.mark.parametrize("number, read", enumerate([READ_TORCH, READ_TF1]), ids=["torch", "tf1"])
+@pytest.mark.parametrize("number, read", [(0, READ_TORCH), (1, READ_TF1)], ids=["torch", "tf1"])
 def test_a_program_of_ones_own(tmp_path, number, read):
     """The README's examples: their loss falls, and what they save computes the same in NumPy."""
     text = (ROOT / "README.md").read_text().split("## Use the logger in your own program")[1]

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+import pickle
 import zipfile
 from pathlib import Path
 
@@ -85,6 +86,14 @@ def npz(save=np.savez, **arrays):
     return file
 
 
+def test_arrays_come_back(tmp_path):
+    path = tmp_path / "a.npz"
+    path.write_bytes(npz().getvalue())
+    for loaded in (read_npz(path), read_npz(npz())):
+        assert loaded.keys() == ARRAYS.keys() and str(loaded["name"]) == "tanh"
+        np.testing.assert_array_equal(loaded["w"], ARRAYS["w"])
+
+
 class Planted:
     def __reduce__(self):
         return (pytest.fail, ("a pickle was executed",))
@@ -107,9 +116,13 @@ def flipped(data):
     "file",
     [
         npz(w=np.array([Planted()], dtype=object)),
+        io.BytesIO(pickle.dumps(Planted())),
+        member(pickle.dumps(Planted())),
         member(b"no array"),
         npz(np.savez_compressed, w=np.zeros(10**6)),
+        npz(np.savez_compressed),
         io.BytesIO(npz().getvalue()[:-9]),
+        io.BytesIO(),
         flipped(npz().getvalue()),
         member(
             b"\x93NUMPY\1\0\x46\0{'descr': '<f4', 'fortran_order': False, 'shape': (9,), }     \n"
