@@ -7,17 +7,6 @@
     python benchmark/grid.py my_module:my_train --lr 1e-3 3e-4 --seed 0 1 2
     python benchmark/grid.py sweeps/benchmark_on_policy.toml --slurm
 
-Options, beside the script's own flags (--env, --hid and --act for short, as in Spinning Up):
-
-    --workers N       runs at a time; they share the cores out (1)
-    --num-cpu N       MPI ranks of each run, or "auto" (1); also --cpu
-    --data-dir DIR    where the runs go (data)
-    --name NAME       the experiments' names begin with it; also --exp-name
-    --datestamp       new runs with date and time in their directories' names; also --dt
-    --retry-failed    run failed runs again, from their checkpoints
-    --dry-run         print the commands and run nothing
-    --slurm           submit the runs as a Slurm job array
-
 A sweep file:
 
     name = "sac-mujoco"                # the experiments' names begin with it; default: the file's
@@ -62,8 +51,9 @@ import shlex
 import sys
 import time
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # to find benchmark and common from any directory
@@ -72,13 +62,12 @@ from rich.table import Table
 
 from benchmark import flags, launch, slurm
 from common import UsageError
+from common.args import flag, help_text, parse_args
 from common.mpi_tools import cores
 from common.serialization import printable, read_text
 
 MAX_RUNS = 10_000
-# Options of the command line: what each is, and its other names, which are Spinning Up's.
-OPTIONS = {"workers": int, "num_cpu": int, "data_dir": str, "name": str}
-OPTIONS |= dict.fromkeys(["datestamp", "retry_failed", "dry_run", "slurm"], bool)
+# What Spinning Up calls some options and flags.
 OTHER_NAMES = {"cpu": "num_cpu", "dt": "datestamp", "exp_name": "name"}
 SHORT_FLAGS = {"env": "env_id", "hid": "hidden_sizes", "act": "activation"}
 
@@ -302,7 +291,7 @@ def _plan(sweep):
         for key, vals, sh, in_name in grid.rows():
             if by_key and key == sweep.script:
                 own.add(key, [script], sh, in_name or len(vals) > 1)
-            elif _is_for(sweep, key, thunk):
+            elif _is_meant(sweep, key, thunk) and thunk.takes(key.split(":")[0]):
                 own.add(key, vals, sh, in_name)
         if len(runs) + len(own) > MAX_RUNS:
             raise UsageError(f"params: more than {MAX_RUNS} runs")
@@ -334,27 +323,22 @@ def _plan(sweep):
     return runs
 
 
-def _is_for(sweep, key, thunk):
-    """Whether a script or function gets a key of the sweep."""
-    return thunk.takes(key.split(":")[0]) and _is_named(sweep, key, thunk)
-
-
-def _is_named(sweep, key, thunk):
+def _is_meant(sweep, key, thunk):
+    """Whether a key of the sweep is meant for a script or function, by its `scripts`."""
     return any(fnmatch.fnmatchcase(thunk.name, p) for p in sweep.only.get(key, ["*"]))
 
 
 def _check_keys(sweep, thunks):
-    """Refuse keys that are for none of the scripts, and note for which they are not."""
-    for key, patterns in sweep.only.items():
-        for pattern in patterns:
-            if not any(fnmatch.fnmatchcase(thunk.name, pattern) for thunk in thunks):
-                raise UsageError(f"params.{key}: scripts: {pattern} is none of the sweep's scripts")
+    """Refuse keys that none of the scripts takes, and note which do not."""
     for key in sweep.grid.keys:
-        name = key.split(":")[0]
-        lack = [t for t in thunks if _is_named(sweep, key, t) and not t.takes(name)]
+        name, meant = key.split(":")[0], [t for t in thunks if _is_meant(sweep, key, t)]
+        if not meant:
+            patterns = " ".join(sweep.only[key])
+            raise UsageError(f"params.{key}: scripts: {patterns} is none of the sweep's scripts")
+        lack = [thunk for thunk in meant if not thunk.takes(name)]
         if key == sweep.script or not lack:
             continue
-        if not any(_is_for(sweep, key, thunk) for thunk in thunks):
+        if lack == meant:
             lack[0].parse({name: None})  # says what is wrong with it
         names = ", ".join(thunk.name for thunk in lack)
         sweep.notes.append(f"{name} is left out where there is no such argument: {names}")
@@ -501,20 +485,27 @@ def read_words(argv):
     return heads, found
 
 
+@dataclass
+class Options:
+    # Options, beside the flags of the script
+    workers: int | None = None  # runs at a time, which share the cores out; 1 if not given
+    num_cpu: int | Literal["auto"] | None = None  # ranks of each run (--cpu); 1 if not given
+    data_dir: str | None = None  # where the runs go; data if not given
+    name: str | None = None  # what the experiments' names begin with (--exp-name)
+    datestamp: bool | None = None  # new runs, with date and time in their directories (--dt)
+    retry_failed: bool = False  # run failed runs again, from their checkpoints
+    dry_run: bool = False  # print the commands and run nothing
+    slurm: bool = False  # submit the runs as a Slurm job array
+
+
 def take_options(found):
-    """Take the options of grid.py itself out of {flag: (words, shorthand)}: {option: value}."""
-    options = {}
-    for name, kind in OPTIONS.items():
-        if name in found:
-            words, _ = found.pop(name)
-            if len(words) != (kind is not bool):
-                extra = f"unexpected {words[-1]}" if words else "a value is missing"
-                raise UsageError(f"{flags.flag(name)}: {extra}")
-            try:
-                options[name] = kind(words[0]) if words and words != ["auto"] else [*words, True][0]
-            except ValueError:
-                raise UsageError(f"{flags.flag(name)}: expected a number, got {words[0]}") from None
-    return options
+    """Take grid.py's own options out of {flag: (words, shorthand)}."""
+    words = []
+    for option in fields(Options):
+        if option.name in found:
+            given = found.pop(option.name)[0]
+            words += [flag(option.name), *(given or ["True"] * (option.name == "datestamp"))]
+    return parse_args(Options, words)
 
 
 def sweep_from_words(scripts, found, named):
@@ -538,7 +529,7 @@ def sweep_from_words(scripts, found, named):
             # The name that the script gives holds the environment: another grid has another.
             grid.add(key, values, shorthand, in_name=key == "env_id" and not named)
         except ValueError as e:
-            raise UsageError(f"{flags.flag(key)}: {e}") from e
+            raise UsageError(f"{flag(key)}: {e}") from e
     return Sweep(grid, [str(script) for script in scripts])
 
 
@@ -555,7 +546,7 @@ def read_value(word):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        launch.say(__doc__.strip())
+        launch.say(help_text(Options))
         sys.exit(0)
     try:
         heads, found = read_words(argv)
@@ -566,16 +557,17 @@ def main(argv=None):
             if len(heads) > 1:
                 raise UsageError(f"one sweep at a time, got {' '.join(heads)}")
             if found:
-                flag = flags.flag(next(iter(found)))
-                raise UsageError(f"{flag} is no option; parameters of a sweep go into its file")
+                raise UsageError(
+                    f"{flag(next(iter(found)))} belongs into {heads[0]}: it is no option"
+                )
             sweep = read_sweep(heads[0])
         else:
-            sweep = sweep_from_words(heads, found, "name" in options)
-        sweep.grid.name = options.pop("name", sweep.grid.name)
-        how = [options.pop(name, False) for name in ("retry_failed", "dry_run", "slurm")]
-        for name, value in options.items():
-            setattr(sweep, name, value)
-        sys.exit(run_sweep(sweep, *how))
+            sweep = sweep_from_words(heads, found, options.name)
+        sweep.grid.name = sweep.grid.name if options.name is None else options.name
+        for name in ("workers", "num_cpu", "data_dir", "datestamp"):
+            if getattr(options, name) is not None:
+                setattr(sweep, name, getattr(options, name))
+        sys.exit(run_sweep(sweep, options.retry_failed, options.dry_run, options.slurm))
     except UsageError as e:
         print(f"grid.py: error: {printable(e, 1000)}", file=sys.stderr)
         sys.exit(2)

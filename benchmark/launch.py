@@ -409,6 +409,7 @@ class Overview:
         self.name, self.runs, self.tasks, self.began = name, runs, {}, {}
         console = Console()
         wide = console.width >= 60
+        self.words = ("epoch ", "return ") if wide else ("", "")
         name_column = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self.progress = Progress(
             TextColumn("{task.description}", table_column=name_column, markup=False),
