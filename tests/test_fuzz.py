@@ -1,7 +1,7 @@
 """Whatever lies in a file, or is asked for: the right answer or a refusal, nothing in between.
 
-The examples are the same in every run, and few; `FUZZ=30 pytest tests/test_fuzz.py` tries thirty
-times as many, and new ones each time. The last test does that.
+The examples are the same in every run, and few; `FUZZ=10 pytest tests/test_fuzz.py` tries ten times
+as many, and new ones each time. The last test does that.
 """
 
 import copy
@@ -468,7 +468,7 @@ def test_a_damaged_run_keeps_no_other_from_being_plotted(run_on_disk, capsys, da
 
 @pytest.mark.slow
 def test_in_bulk():
-    """All of the above with thirty times the examples, drawn anew."""
+    """All of the above with ten times the examples, drawn anew."""
     words = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "not slow", __file__]
-    done = subprocess.run(words, env={**os.environ, "FUZZ": "30"}, capture_output=True, text=True)
+    done = subprocess.run(words, env={**os.environ, "FUZZ": "10"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-10_000:]
