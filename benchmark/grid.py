@@ -14,6 +14,7 @@ A sweep file:
     num_cpu = 1                        # MPI ranks of each run, or "auto"
     workers = 2                        # runs at a time; they share the cores out
     data_dir = "data"
+    datestamp = false                  # true: new runs, with date and time in their directories
 
     [params]                           # scalars are fixed, lists are the grid
     env_id = ["HalfCheetah-v4", "Hopper-v4"]
@@ -412,6 +413,8 @@ def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
     """Run a sweep, or submit it to Slurm. Returns the exit code: 0 if all runs are finished."""
     runs = plan(sweep)
     name = sweep.grid.name
+    if use_slurm and sweep.datestamp:
+        raise UsageError("datestamp: a job that Slurm starts again could not find its run")
     if not dry_run:
         try:
             Path(sweep.data_dir).mkdir(parents=True, exist_ok=True)

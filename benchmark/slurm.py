@@ -65,16 +65,13 @@ def check(table):
         if key not in KEYS:
             raise UsageError(f"slurm: unknown key {key}; there are {', '.join(KEYS)}")
         if not isinstance(value, KEYS[key]) or isinstance(value, bool):
-            kinds = KEYS[key] if isinstance(KEYS[key], tuple) else (KEYS[key],)
-            names = " or ".join({list: "list", str: "string", int: "int"}[k] for k in kinds)
+            names = {int: "int", list: "list", str: "string"}.get(KEYS[key], "int or string")
             raise UsageError(f"slurm.{key}: expected {names}, got {value!r}")
-        if isinstance(value, list) and not all(isinstance(v, str) for v in value):
-            raise UsageError(f"slurm.{key}: expected a list of strings, got {value!r}")
         if isinstance(value, int) and value < 1:
             raise UsageError(f"slurm.{key}: must be at least 1, got {value}")
         words = value if isinstance(value, list) else [str(value)]
-        if any("\n" in word or "\0" in word for word in words):
-            raise UsageError(f"slurm.{key}: must be a single line")
+        if any(not isinstance(word, str) or set(word) & set("\n\0") for word in words):
+            raise UsageError(f"slurm.{key}: expected strings of one line, got {value!r}")
         if key in ("partition", "time", "mem") and not re.fullmatch(r"[\w.:,+-]+", str(value)):
             raise UsageError(f"slurm.{key}: not a value for sbatch: {value!r}")
     for directive in table.get("directives", []):

@@ -84,6 +84,12 @@ def test_job_files(tmp_path):
     assert subprocess.run(["bash", "-n"], input=job, text=True).returncode == 0
 
 
+def test_a_datestamp_is_refused(tmp_path):
+    """A job that is started again must find its run."""
+    write_sweep(tmp_path)
+    assert "datestamp" in submit(tmp_path, "--dry-run", "--datestamp").stderr
+
+
 def test_srun_instead_of_mpirun(tmp_path):
     write_sweep(tmp_path, "", 'launcher = "srun"')
     text = submit(tmp_path, "--dry-run").stdout
