@@ -1,15 +1,18 @@
 """How fast a script trains, and against whom.
 
-    python benchmark/speed.py profile ppo_torch            where the wall time of one run goes
-    python benchmark/speed.py ranks ppo_torch              two ranks against one
-    python benchmark/speed.py pair ppo_tf1 ppo_torch       two scripts side by side
-    python benchmark/speed.py sb3 ppo_torch                against Stable-Baselines3's PPO, SAC, ...
-    python benchmark/speed.py compile ppo_torch --epochs 50    a default run from a cold cache
+    python benchmark/speed.py profile ppo_torch             where the wall time of one run goes
+    python benchmark/speed.py ranks ppo_torch               two ranks against one
+    python benchmark/speed.py pair ppo_tf1 ppo_torch        two scripts side by side
+    python benchmark/speed.py sb3 ppo_torch --compile       against Stable-Baselines3's PPO
+    python benchmark/speed.py sbx sac_torch --batch-size 256    against SBX's (JAX)
+    python benchmark/speed.py compile ppo_torch             whole default runs, compiled or not
+    python benchmark/speed.py table                         all that benchmark/results/speed.md says
+    python benchmark/speed.py table ranks "sb3 ppo_torch"   only what holds one of these words
 
 A shared machine's speed drifts by the minute, so whatever is compared runs in turn, A B A B ...,
-and the ratio of each pair is what counts; rates are in environment steps per second. Peers are no
-requirement of the project: `pip install stable-baselines3==2.9.2` (and `sbx-rl==0.28.0`) first, or
-point --peer-python to an interpreter that has them.
+and the ratio of each pair is what counts; rates are in environment steps per second. Peers run as
+they come. They are no requirement of the project: `pip install stable-baselines3==2.9.2` (and
+`sbx-rl==0.28.0`), in an environment of their own, and point --peer-python to its interpreter.
 """
 
 import contextlib
@@ -17,12 +20,14 @@ import io
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -34,14 +39,24 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 PATH = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+sys.path[:0] = [str(ROOT), str(ROOT / "algos")]
+
+from common.cpu import cpu_name
+
+PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}
 
 # What a peer runs: the same environment; PPO with its own defaults, off-policy algorithms with our
 # networks, our fixed alpha and one update per step, so that both do the same work.
 PEER = """
-import sys, time, warnings
+import importlib, sys, time, warnings
 warnings.filterwarnings("ignore")
-module, algo, env_id, steps, batch_size = sys.argv[1:]
-import importlib
+module, algo, env_id, steps, batch_size, switched_by = sys.argv[1:]
+if switched_by:
+    sys.path.insert(0, switched_by)
+    import torch
+    from common.cpu import keep_freed_memory, switch_mkl
+    switch_mkl(torch.__file__.replace("__init__.py", "lib/libtorch_cpu.so"))
+    keep_freed_memory()
 Algo = getattr(importlib.import_module(module), algo.upper())
 off_policy = algo in ("ddpg", "td3", "sac")
 kwargs = {}
@@ -59,34 +74,68 @@ model.learn(int(steps), reset_num_timesteps=False)
 print("rate", (model.num_timesteps - before) / (time.perf_counter() - start))
 """
 
+# What `table` measures, as one would ask for it on the command line.
+ROWS = [
+    *("sb3 ppo_torch", "sb3 ppo_torch --compile", "sb3 ppo_torch --peer-switched"),
+    *("sb3 sac_torch", "sb3 sac_torch --batch-size 256"),
+    *("sbx sac_torch", "sbx sac_torch --batch-size 256"),
+    *("sb3 td3_torch", "sb3 ddpg_torch", "sb3 sac_torch --peer-switched"),
+    *(f"pair {algo}_tf1 {algo}_torch" for algo in ("vpg", "trpo", "ppo", "ddpg", "td3", "sac")),
+    *("ranks ppo_torch", "ranks sac_torch", "ranks ppo_torch --env-id Hopper-v4"),
+    *("profile ppo_torch", "profile sac_torch", "compile ppo_torch --epochs 50"),
+]
+HEADER = ["speed.py", "first", "second", "ratio", "range", "ms a step", "floor", "notes"]
+PAGE = """# Speed
+
+Written by `python benchmark/speed.py table`; each row by `speed.py` with what stands in its first
+column, HalfCheetah-v4 unless said. `first` and `second` are environment steps per second of the two
+things that are compared, medians over pairs of runs in turn, `ratio` the median of the pairs'
+ratios. `ms a step` is the first one's time for one environment step with its share of the update;
+its `floor` is the time that `env.step` and the update's matrix products take by themselves.
+Peers (Stable-Baselines3 2.9.2, SBX 0.28) run as they come; with `--peer-switched` they have this
+project's settings of MKL and glibc (common/cpu.py). CleanRL is not compared: its package
+asks for a Gymnasium that the others do not run on.
+"""
+
+# The part of a run that a function is, wherever it is called from.
+PARTS = {"update": "update", "update_block": "update", "get_action": "acting", "test": "testing"}
+PARTS |= {"step": "env.step", "reset": "env.reset", "save_state": "saving"}
+PARTS |= {"log_tabular": "logging", "dump_tabular": "logging", "store": "storing"}
+
 
 @dataclass
 class Args:
-    what: tyro.conf.Positional[Literal["profile", "ranks", "pair", "sb3", "sbx", "compile"]]
-    scripts: tyro.conf.Positional[tuple[str, ...]]  # one script, by name; two for pair
+    what: tyro.conf.Positional[
+        Literal["profile", "ranks", "pair", "sb3", "sbx", "compile", "table"]
+    ]
+    scripts: tyro.conf.Positional[tuple[str, ...]] = ()  # one script, by name; two for pair
     env_id: str = "HalfCheetah-v4"  # environment
     epochs: int = 6  # epochs of 4000 steps per run; the first one warms up
     pairs: int = 3  # how often the two are run in turn
     batch_size: int = 100  # of off-policy algorithms
+    compile: bool | None = None  # as the script's own flag; its default if left out
     peer_python: str = sys.executable  # interpreter that has the peers installed
+    peer_switched: bool = False  # give the peer this project's settings of MKL and glibc
+    out: str = str(ROOT / "benchmark" / "results" / "speed.md")  # of table; its numbers beside it
 
 
-def train(script, args, ranks=1, flags=(), data_dir=None, epochs=None):
+def train(script, args, ranks=1, **env):
     """Run a script and return its progress table and its wall time in seconds."""
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as data_dir:
         command = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
         command += [sys.executable, str(ROOT / "algos" / f"{script}.py"), "--env-id", args.env_id]
-        command += ["--epochs", str(epochs or args.epochs), "--exp-name", "speed"]
-        command += ["--data-dir", data_dir or temporary, *flags]
+        command += ["--epochs", str(args.epochs), "--exp-name", "speed"]
+        command += ["--data-dir", data_dir]
+        if args.compile is not None and script.endswith("torch"):
+            command.append("--compile" if args.compile else "--no-compile")
         if off_policy(script):
             command += ["--start-steps", "1000", "--num-test-episodes", "1"]
             command += ["--batch-size", str(args.batch_size)]
         start = time.perf_counter()
-        env = {**os.environ, "PATH": PATH}
+        env = {**os.environ, "PATH": PATH, **env}
         subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
         wall = time.perf_counter() - start
-        table = Path(data_dir or temporary, "speed", "speed_s0", "progress.txt")
-        return pd.read_csv(table, sep="\t"), wall
+        return pd.read_csv(Path(data_dir, "speed", "speed_s0", "progress.txt"), sep="\t"), wall
 
 
 def off_policy(script):
@@ -99,45 +148,43 @@ def rate(table):
     return (last.TotalEnvInteracts - first.TotalEnvInteracts) / (last.Time - first.Time)
 
 
-def in_turn(names, runs, pairs):
-    """Run two things in turn and print their rates and the ratio of each pair."""
-    rates = []
-    for i in range(pairs):
-        rates.append([run() for run in runs])
-        a, b = rates[-1]
-        print(f"  pair {i + 1}: {a:8.0f} {b:8.0f}   ratio {a / b:.2f}", flush=True)
-    ratios = [a / b for a, b in rates]
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
-    print(f"{names[0]} / {names[1]}: median {median(ratios):.2f}, {spread}")
-    return [median(column) for column in zip(*rates, strict=True)]
+def peer_rate(module, script, args):
+    """A peer's rate, in a process of its own."""
+    algo = script.split("_")[0]
+    steps = 3000 if off_policy(script) else 20000
+    command = [args.peer_python, "-c", PEER, module, algo, args.env_id, str(steps)]
+    command += [str(args.batch_size), str(ROOT) if args.peer_switched else ""]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        why = result.stderr.strip().splitlines()[-1]
+        raise ChildProcessError(f"{module} does not run in {args.peer_python}: {why}")
+    return float(re.search(r"^rate (.+)$", result.stdout, re.MULTILINE)[1])
 
 
-def matmul_floor(algo, args):
-    """Milliseconds that the matrix products of one update take by themselves: no loop is faster.
+def floor(script, args, table):
+    """Milliseconds that an environment step and its share of the update cannot do without.
 
-    Of one update per environment step, with 256x256 networks; TD3's policy counts every other step.
+    That is `env.step` by itself, and the update's matrix products by themselves: of TD3's policy
+    every other step, of TRPO's Hessian products one gradient's for each, which is too few.
     """
     import torch
 
+    from common.mpi_pytorch import setup_pytorch_for_mpi
+
+    setup_pytorch_for_mpi()
     with warnings.catch_warnings(action="ignore"):  # that there is a newer version
         env = gym.make(args.env_id)
-    o, a, B = env.observation_space.shape[0], env.action_space.shape[0], args.batch_size
-    pi = [(o, 256), (256, 256), (256, 2 * a if algo == "sac" else a)]
-    q = [(o + a, 256), (256, 256), (256, 1)] * (1 if algo == "ddpg" else 2)
-    first_q = q if algo == "sac" else q[:3]  # whose value the policy climbs
+    o, a = (gym.spaces.flatdim(space) for space in (env.observation_space, env.action_space))
+    algo = script.split("_")[0]
+    B, h = (args.batch_size, 256) if off_policy(script) else (4000, 64)
 
     def products(layers, forward=True, weights=False, inputs=()):
         shapes = [(B, i, o) for i, o in layers] if forward else []
         shapes += [(i, B, o) for i, o in layers] if weights else []
         return shapes + [(B, o, i) for i, o in inputs]
 
-    inner = [layer for layer in q if layer[0] == 256]
-    q_step = products(pi) + products(q) + products(q, weights=True, inputs=inner)
-    pi_step = products(pi, weights=True, inputs=pi[1:]) + products(first_q, inputs=first_q)
-
     def milliseconds(shapes):
-        pairs = [(torch.randn(m, k), torch.randn(k, n)) for m, k, n in shapes]
-        times = []
+        pairs, times = [(torch.randn(m, k), torch.randn(k, n)) for m, k, n in shapes], []
         for _ in range(50):
             start = time.perf_counter()
             for x, y in pairs:
@@ -145,138 +192,149 @@ def matmul_floor(algo, args):
             times.append(time.perf_counter() - start)
         return 1000 * median(times)
 
-    return milliseconds(q_step) + milliseconds(pi_step) / (2 if algo == "td3" else 1)
-
-
-def print_floor(names, rates, args):
-    """The floor beside what each of them takes for an environment step with its update."""
-    floor = matmul_floor(names[0].split("_")[0], args)
-    for name, rate in zip(names, rates, strict=True):
-        print(f"  {name}: {1000 / rate:.2f} ms a step, {1000 / rate / floor:.2f} times", end=" ")
-        print(f"the matrix products of its update alone, {floor:.2f} ms")
-
-
-def peer_rate(module, script, args):
-    """A peer's rate, in a process of its own."""
-    algo = script.split("_")[0]
-    steps = 3000 if off_policy(script) else 20000
-    command = [args.peer_python, "-c", PEER, module, algo, args.env_id, str(steps)]
-    command += [str(args.batch_size)]
-    out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return float(re.search(r"^rate (.+)$", out, re.MULTILINE)[1])
-
-
-class Stopwatch:
-    """Wall time by part of a program. A part that calls another one is not charged for it."""
-
-    def __init__(self):
-        self.spent, self.inner = {}, [0.0]
-
-    def wrap(self, part, function):
-        """`function`, its time added to `part`."""
-
-        def call(*args, **kwargs):
-            start = time.perf_counter()
-            self.inner.append(0.0)
-            result = function(*args, **kwargs)
-            total = time.perf_counter() - start
-            self.spent[part] = self.spent.get(part, 0.0) + total - self.inner.pop()
-            self.inner[-1] += total
-            return result
-
-        return call
+    if off_policy(script):
+        pi = [(o, h), (h, h), (h, 2 * a if algo == "sac" else a)]
+        q = [(o + a, h), (h, h), (h, 1)] * (1 if algo == "ddpg" else 2)
+        first_q = q if algo == "sac" else q[:3]  # whose value the policy climbs
+        inner = [layer for layer in q if layer[0] == h]
+        q_step = products(pi) + products(q) + products(q, weights=True, inputs=inner)
+        pi_step = products(pi, weights=True, inputs=pi[1:]) + products(first_q, inputs=first_q)
+        update = milliseconds(q_step) + milliseconds(pi_step) / (2 if algo == "td3" else 1)
+    else:
+        nets = [[(o, h), (h, h), (h, n)] for n in (a, 1)]
+        steps = {"vpg": 1, "trpo": 11}.get(algo) or table.StopIter.mean(), 80
+        times = [milliseconds(products(net, weights=True, inputs=net[1:])) for net in nets]
+        update = sum(n * t for n, t in zip(steps, times, strict=True)) / B
+    env.reset(seed=0)
+    start = time.perf_counter()
+    for _ in range(2000):
+        _, _, terminated, truncated, _ = env.step(env.action_space.sample())
+        if terminated or truncated:
+            env.reset()
+    return update + (time.perf_counter() - start) / 2
 
 
 def profile(script, args):
-    """Shares of wall time in the parts of a run after its first epoch, measured in this process."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "algos")]
-    module, watch, marks = import_module(script), Stopwatch(), {}
-    make_env, start_run = module.make_env, module.start_run
+    """Shares of wall time in the parts of a run after its first epoch, measured in this process.
 
-    def timed_env(*env_args):
-        env = make_env(*env_args)
-        env.step = watch.wrap("env.step", env.step)
-        env.reset = watch.wrap("env.reset", env.reset)
-        return env
+    A timer interrupts the run. The time since the last interrupt belongs to the outermost function
+    that is one of the `PARTS`.
+    """
+    spent, last = Counter(), time.perf_counter()
 
-    def timed_run(*run_args):
-        logger = start_run(*run_args)
-        progress, log_tabular, close = logger.progress, logger.log_tabular, logger.close
+    def sample(_, frame):
+        nonlocal last
+        now, part = time.perf_counter(), "the loop itself"
+        while frame.f_back and frame.f_code.co_name != "train":
+            part, frame = PARTS.get(frame.f_code.co_name, part), frame.f_back
+        epoch = frame.f_locals.get("epoch", 0)
+        if epoch > 0:
+            spent[part] += now - last
+        last = now
 
-        def timed_progress(steps, epoch):
-            if epoch == 1:  # the first epoch warms up
-                watch.spent.clear()
-                marks["start"] = time.perf_counter()
-            yield from progress(steps, epoch)
-            marks["steps done"] = time.perf_counter()
-
-        def timed_tabular(key, *columns, **options):
-            if key == "Epoch" and not off_policy(script):  # the update is all before the first log
-                seconds = time.perf_counter() - marks["steps done"]
-                watch.spent["update"] = watch.spent.get("update", 0.0) + seconds
-            return log_tabular(key, *columns, **options)
-
-        def timed_close(**options):
-            marks["end"] = time.perf_counter()
-            return close(**options)
-
-        logger.progress, logger.close = timed_progress, timed_close
-        logger.log_tabular = watch.wrap("logging", timed_tabular)
-        logger.dump_tabular = watch.wrap("logging", logger.dump_tabular)
-        logger.save_state = watch.wrap("saving", logger.save_state)
-        return logger
-
-    module.make_env, module.start_run = timed_env, timed_run
-    module.get_action = watch.wrap("acting", module.get_action)
-    if off_policy(script) and hasattr(module, "mpi_compile"):
-        compile_ = module.mpi_compile
-        module.mpi_compile = lambda *a, **k: watch.wrap("update", compile_(*a, **k))
+    module = import_module(script)
+    flags = {} if args.compile is None else {"compile": args.compile}
+    flags |= {"env_id": args.env_id, "epochs": args.epochs + 1}
+    signal.signal(signal.SIGALRM, sample)
     with tempfile.TemporaryDirectory() as data_dir, contextlib.redirect_stdout(io.StringIO()):
-        flags = {"env_id": args.env_id, "epochs": args.epochs + 1, "data_dir": data_dir}
-        module.train(module.Args(**flags))
-    wall = marks["end"] - marks["start"]
-    watch.spent["rest of the loop"] = wall - sum(watch.spent.values())
-    print(f"{args.epochs} epochs at {args.epochs * 4000 / wall:.0f} environment steps per second")
-    for name, seconds in sorted(watch.spent.items(), key=lambda item: -item[1]):
-        print(f"  {name:18} {100 * seconds / wall:5.1f} %")
-    others = wall - watch.spent["env.step"] - watch.spent.get("update", 0.0)
-    print(f"  all but env.step and update {100 * others / wall:.1f} %")
+        signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+        module.train(module.Args(**flags, data_dir=data_dir))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    wall = spent.total()
+    shares = ", ".join(f"{part} {100 * t / wall:.0f} %" for part, t in spent.most_common())
+    return {"first": args.epochs * 4000 / wall, "notes": shares}
 
 
-def cold_compile(script, args):
-    """Wall time of a whole default run, compiled from an empty cache against eager."""
-    for ranks in (1, 4):
-        for i in range(args.pairs):
-            with tempfile.TemporaryDirectory() as cache:
-                os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-                _, compiled = train(script, args, ranks, ["--compile"])
-            _, eager = train(script, args, ranks, ["--no-compile"])
-            ratio = compiled / eager
-            pair = f"compiled {compiled:.0f} s, eager {eager:.0f} s, ratio {ratio:.2f}"
-            print(f"  {ranks} ranks, pair {i + 1}: {pair}", flush=True)
+def whole_runs(script, args):
+    """Wall time of whole runs: compiled from an empty cache, from a full one, and not at all."""
+    notes = []
+    for ranks in (1, 2):
+        with tempfile.TemporaryDirectory() as cache:
+            runs = [replace(args, compile=compiled) for compiled in (True, True, False)]
+            env = {"TORCHINDUCTOR_CACHE_DIR": cache}
+            cold, warm, eager = (train(script, run, ranks, **env)[1] for run in runs)
+        notes.append(f"ranks {ranks}: cold {cold:.0f} s, warm {warm:.0f} s, eager {eager:.0f} s")
+    return {"notes": "; ".join(notes)}
+
+
+def in_turn(args):
+    """Rates of two things, pair by pair, and the floor of the first one."""
+    (script, *other), rates = args.scripts, []
+    for i in range(args.pairs):
+        table, _ = train(script, args, ranks=2 if args.what == "ranks" else 1)
+        if args.what in PEERS:
+            second = peer_rate(PEERS[args.what], script, args)
+        else:
+            second = rate(train(*other or [script], args)[0])
+        rates.append((rate(table), second))
+        print(f"  pair {i + 1}: {rates[-1][0]:8.0f} {second:8.0f}", flush=True)
+    ratios = [a / b for a, b in rates]
+    first, second = (median(column) for column in zip(*rates, strict=True))
+    row = {"first": first, "second": second, "ratio": median(ratios)}
+    row |= {"range": f"{min(ratios):.2f} to {max(ratios):.2f}", "ms a step": 1000 / first}
+    return row if args.what == "ranks" else row | {"floor": floor(script, args, table)}
+
+
+def measure(args):
+    """Measure what one command line asks for: a dict with some of the HEADER's columns."""
+    if len(args.scripts) != (2 if args.what == "pair" else 1):
+        sys.exit(f"{args.what} takes {'two scripts' if args.what == 'pair' else 'one script'}")
+    if args.what == "profile":
+        return profile(*args.scripts, args)
+    return whole_runs(*args.scripts, args) if args.what == "compile" else in_turn(args)
+
+
+def shown(row):
+    """The row's cells as text."""
+    digits = {"first": 0, "second": 0, "ratio": 2, "ms a step": 3, "floor": 3}
+    cells = {k: row[k] for k in HEADER if not pd.isna(row.get(k))}
+    return {k: f"{v:.{digits[k]}f}" if k in digits else v for k, v in cells.items()}
+
+
+def page(table):
+    """The rows that were measured, in the order of ROWS, as Markdown: one table per CPU."""
+    lines = [PAGE]
+    for cpu, rows in table.groupby("cpu"):
+        lines += [f"## {cpu}\n", f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
+        for row in sorted(rows.to_dict("records"), key=lambda row: ROWS.index(row["speed.py"])):
+            cells = shown(row)
+            lines.append(f"| {' | '.join(cells.get(key, '') for key in HEADER)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def write_table(args, cpu):
+    """Measure ROWS, those with one of the given words if there are any, and write the page.
+
+    What was measured before, here or on another CPU, stays, in a CSV file beside the page.
+    """
+    numbers = Path(args.out).with_suffix(".csv")
+    for line in ROWS:
+        if args.scripts and not any(words in line for words in args.scripts):
+            continue
+        print(line, flush=True)
+        asked = tyro.cli(Args, args=line.split())
+        try:
+            row = measure(replace(asked, pairs=args.pairs, peer_python=args.peer_python))
+        except ChildProcessError as e:
+            print(e, file=sys.stderr)
+            continue
+        table = pd.DataFrame([{"speed.py": line, "cpu": cpu, **row}])
+        if numbers.exists():
+            table = pd.concat([table, pd.read_csv(numbers)])
+        table = table.drop_duplicates(["speed.py", "cpu"])
+        table.to_csv(numbers, index=False, float_format="%.5g")
+        Path(args.out).write_text(page(table))
 
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    script = args.scripts[0]
     shutil.which("mpirun", path=PATH) or sys.exit("speed.py needs mpirun on PATH")
-    batch = f", batch size {args.batch_size}" if off_policy(script) else ""
-    print(f"{args.what} {' '.join(args.scripts)}, {args.env_id}{batch}, {os.cpu_count()} cores")
-    if args.what == "profile":
-        profile(script, args)
-    elif args.what == "compile":
-        cold_compile(script, args)
-    elif args.what == "ranks":
-        runs = [lambda n=n: rate(train(script, args, n)[0]) for n in (2, 1)]
-        in_turn(["2 ranks", "1 rank"], runs, args.pairs)
-    elif args.what == "pair":
-        names = args.scripts
-        runs = [lambda name=name: rate(train(name, args)[0]) for name in names]
-        rates = in_turn(names, runs, args.pairs)
-    else:
-        module = {"sb3": "stable_baselines3", "sbx": "sbx"}[args.what]
-        runs = [lambda: rate(train(script, args)[0]), lambda: peer_rate(module, script, args)]
-        names = [script, args.what]
-        rates = in_turn(names, runs, args.pairs)
-    if args.what in ("pair", "sb3", "sbx") and off_policy(script):
-        print_floor(names, rates, args)
+    cpu = f"{os.cpu_count()} cores of {cpu_name()}"
+    print(f"{' '.join(sys.argv[1:])}, on {cpu}", flush=True)
+    if args.what == "table":
+        sys.exit(write_table(args, cpu))
+    try:
+        print(*(f"{key}: {value}" for key, value in shown(measure(args)).items()), sep="\n")
+    except ChildProcessError as e:
+        sys.exit(str(e))
