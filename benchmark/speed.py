@@ -7,7 +7,7 @@
     python benchmark/speed.py sbx sac_torch --batch-size 256    against SBX's (JAX)
     python benchmark/speed.py compile ppo_torch             whole default runs, compiled or not
     python benchmark/speed.py table                         all that benchmark/results/speed.md says
-    python benchmark/speed.py table ranks "sb3 ppo_torch"   only what holds one of these words
+    python benchmark/speed.py table "sb3 ppo_torch --pairs 5"   this row of it
 
 A shared machine's speed drifts by the minute, so whatever is compared runs in turn, A B A B ...,
 and the ratio of each pair is what counts; rates are in environment steps per second. Peers run as
@@ -113,7 +113,7 @@ class Args:
     epochs: int = 6  # epochs of 4000 steps per run; the first one warms up
     pairs: int = 3  # how often the two are run in turn
     batch_size: int = 100  # of off-policy algorithms
-    compile: bool | None = None  # as the script's own flag; its default if left out
+    compile: bool = False  # compile an on-policy script's update; the others' always is
     peer_python: str = sys.executable  # interpreter that has the peers installed
     peer_switched: bool = False  # give the peer this project's settings of MKL and glibc
     out: str = str(ROOT / "benchmark" / "results" / "speed.md")  # of table; its numbers beside it
@@ -126,8 +126,7 @@ def train(script, args, ranks=1, **env):
         command += [sys.executable, str(ROOT / "algos" / f"{script}.py"), "--env-id", args.env_id]
         command += ["--epochs", str(args.epochs), "--exp-name", "speed"]
         command += ["--data-dir", data_dir]
-        if args.compile is not None and script.endswith("torch"):
-            command.append("--compile" if args.compile else "--no-compile")
+        command += ["--compile"] * args.compile
         if off_policy(script):
             command += ["--start-steps", "1000", "--num-test-episodes", "1"]
             command += ["--batch-size", str(args.batch_size)]
@@ -161,12 +160,36 @@ def peer_rate(module, script, args):
     return float(re.search(r"^rate (.+)$", result.stdout, re.MULTILINE)[1])
 
 
-def floor(script, args, table):
-    """Milliseconds that an environment step and its share of the update cannot do without.
+def products(script, o, a, B, policy_steps):
+    """Shapes (m, k, n) of the matrix products of an update: [(how often, [shape, ...]), ...].
 
-    That is `env.step` by itself, and the update's matrix products by themselves: of TD3's policy
-    every other step, of TRPO's Hessian products one gradient's for each, which is too few.
+    Of one gradient step off-policy, half a one of TD3's policy; of an epoch's on-policy. TRPO's
+    Hessian products are counted as gradients, which is less than they take.
     """
+
+    def net(layers, forward=True, weights=False, inputs=()):
+        shapes = [(B, i, o) for i, o in layers] if forward else []
+        shapes += [(i, B, o) for i, o in layers] if weights else []
+        return shapes + [(B, o, i) for i, o in inputs]
+
+    algo = script.split("_")[0]
+    if not off_policy(script):
+        pi, v = ([(o, 64), (64, 64), (64, n)] for n in (a, 1))
+        steps = {"vpg": 1, "trpo": 11}.get(algo, policy_steps), 80
+        return [
+            (n, net(x, weights=True, inputs=x[1:])) for n, x in zip(steps, (pi, v), strict=True)
+        ]
+    pi = [(o, 256), (256, 256), (256, 2 * a if algo == "sac" else a)]
+    q = [(o + a, 256), (256, 256), (256, 1)] * (1 if algo == "ddpg" else 2)
+    first_q = q if algo == "sac" else q[:3]  # whose value the policy climbs
+    inner = [layer for layer in q if layer[0] == 256]
+    q_step = net(pi) + net(q) + net(q, weights=True, inputs=inner)
+    pi_step = net(pi, weights=True, inputs=pi[1:]) + net(first_q, inputs=first_q)
+    return [(1, q_step), (0.5 if algo == "td3" else 1, pi_step)]
+
+
+def floor(script, args, table):
+    """Milliseconds that `env.step` and the matrix products of its share of the update take."""
     import torch
 
     from common.mpi_pytorch import setup_pytorch_for_mpi
@@ -174,44 +197,25 @@ def floor(script, args, table):
     setup_pytorch_for_mpi()
     with warnings.catch_warnings(action="ignore"):  # that there is a newer version
         env = gym.make(args.env_id)
-    o, a = (gym.spaces.flatdim(space) for space in (env.observation_space, env.action_space))
-    algo = script.split("_")[0]
-    B, h = (args.batch_size, 256) if off_policy(script) else (4000, 64)
-
-    def products(layers, forward=True, weights=False, inputs=()):
-        shapes = [(B, i, o) for i, o in layers] if forward else []
-        shapes += [(i, B, o) for i, o in layers] if weights else []
-        return shapes + [(B, o, i) for i, o in inputs]
-
-    def milliseconds(shapes):
+    dims = [gym.spaces.flatdim(space) for space in (env.observation_space, env.action_space)]
+    batch, steps = (args.batch_size, 1) if off_policy(script) else (4000, 4000)
+    policy_steps = table.StopIter.mean() if "StopIter" in table else 0  # PPO's
+    total = 0.0
+    for how_often, shapes in products(script, *dims, batch, policy_steps):
         pairs, times = [(torch.randn(m, k), torch.randn(k, n)) for m, k, n in shapes], []
         for _ in range(50):
             start = time.perf_counter()
             for x, y in pairs:
                 x @ y
             times.append(time.perf_counter() - start)
-        return 1000 * median(times)
-
-    if off_policy(script):
-        pi = [(o, h), (h, h), (h, 2 * a if algo == "sac" else a)]
-        q = [(o + a, h), (h, h), (h, 1)] * (1 if algo == "ddpg" else 2)
-        first_q = q if algo == "sac" else q[:3]  # whose value the policy climbs
-        inner = [layer for layer in q if layer[0] == h]
-        q_step = products(pi) + products(q) + products(q, weights=True, inputs=inner)
-        pi_step = products(pi, weights=True, inputs=pi[1:]) + products(first_q, inputs=first_q)
-        update = milliseconds(q_step) + milliseconds(pi_step) / (2 if algo == "td3" else 1)
-    else:
-        nets = [[(o, h), (h, h), (h, n)] for n in (a, 1)]
-        steps = {"vpg": 1, "trpo": 11}.get(algo) or table.StopIter.mean(), 80
-        times = [milliseconds(products(net, weights=True, inputs=net[1:])) for net in nets]
-        update = sum(n * t for n, t in zip(steps, times, strict=True)) / B
+        total += 1000 * how_often * median(times) / steps
     env.reset(seed=0)
     start = time.perf_counter()
     for _ in range(2000):
         _, _, terminated, truncated, _ = env.step(env.action_space.sample())
         if terminated or truncated:
             env.reset()
-    return update + (time.perf_counter() - start) / 2
+    return total + (time.perf_counter() - start) / 2
 
 
 def profile(script, args):
@@ -233,7 +237,7 @@ def profile(script, args):
         last = now
 
     module = import_module(script)
-    flags = {} if args.compile is None else {"compile": args.compile}
+    flags = {"compile": True} if args.compile else {}
     flags |= {"env_id": args.env_id, "epochs": args.epochs + 1}
     signal.signal(signal.SIGALRM, sample)
     with tempfile.TemporaryDirectory() as data_dir, contextlib.redirect_stdout(io.StringIO()):
@@ -246,7 +250,7 @@ def profile(script, args):
 
 
 def whole_runs(script, args):
-    """Wall time of whole runs: compiled from an empty cache, from a full one, and not at all."""
+    """Wall time of an on-policy script: compiled from an empty cache, from a full one, or not."""
     notes = []
     for ranks in (1, 2):
         with tempfile.TemporaryDirectory() as cache:
@@ -292,30 +296,27 @@ def shown(row):
 
 
 def page(table):
-    """The rows that were measured, in the order of ROWS, as Markdown: one table per CPU."""
+    """All rows as Markdown: one table per CPU."""
     lines = [PAGE]
     for cpu, rows in table.groupby("cpu"):
         lines += [f"## {cpu}\n", f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
-        for row in sorted(rows.to_dict("records"), key=lambda row: ROWS.index(row["speed.py"])):
-            cells = shown(row)
+        for cells in map(shown, rows.sort_values("speed.py").to_dict("records")):
             lines.append(f"| {' | '.join(cells.get(key, '') for key in HEADER)} |")
         lines.append("")
     return "\n".join(lines)
 
 
 def write_table(args, cpu):
-    """Measure ROWS, those with one of the given words if there are any, and write the page.
+    """Measure ROWS, or the rows that were given, and write the page.
 
-    What was measured before, here or on another CPU, stays, in a CSV file beside the page.
+    What was measured before, here or on another CPU, stays: it is in a CSV file beside the page.
     """
     numbers = Path(args.out).with_suffix(".csv")
-    for line in ROWS:
-        if args.scripts and not any(words in line for words in args.scripts):
-            continue
+    for line in args.scripts or ROWS:
         print(line, flush=True)
-        asked = tyro.cli(Args, args=line.split())
+        asked = tyro.cli(Args, args=line.split(), default=replace(args, scripts=()))
         try:
-            row = measure(replace(asked, pairs=args.pairs, peer_python=args.peer_python))
+            row = measure(asked)
         except ChildProcessError as e:
             print(e, file=sys.stderr)
             continue

@@ -1,0 +1,81 @@
+"""speed.py: in a tiny mode, with a peer that is made up. No time is asserted."""
+
+import sys
+
+import pandas as pd
+import pytest
+from conftest import ROOT, load_script, run
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmark import speed
+
+SPEED = ROOT / "benchmark" / "speed.py"
+TINY = ["--env-id", "CartPole-v1", "--epochs", 2, "--pairs", 1]
+
+PEER = """
+import time
+class PPO:
+    def __init__(self, policy, env_id, seed, device):
+        self.num_timesteps = 0
+    def learn(self, steps, reset_num_timesteps=True):
+        self.num_timesteps += steps
+        time.sleep(0.01)
+"""
+
+
+def test_table_is_well_formed(tmp_path):
+    """Rows are added to what was measured before, here or elsewhere; each is measured once."""
+    (tmp_path / "stable_baselines3.py").write_text(PEER)
+    page, numbers = tmp_path / "speed.md", tmp_path / "speed.csv"
+    other = {"speed.py": "sb3 ppo_torch", "cpu": "8 cores of Other", "first": 3.0, "second": 2.0}
+    again = {**other, "ratio": 1.5, "range": "1.50 to 1.50", "ms a step": 333.3, "floor": 1.0}
+    pd.DataFrame([again]).to_csv(numbers, index=False)
+    env = {"PYTHONPATH": str(tmp_path)}
+    for rows in (["sb3 ppo_torch", "profile ppo_torch"], ["sb3 ppo_torch"]):
+        result = run(SPEED, "table", *rows, *TINY, "--out", page, env=env)
+    table = pd.read_csv(numbers)
+    mine = table[table.cpu != "8 cores of Other"].set_index("speed.py")
+    assert sorted(mine.index) == ["profile ppo_torch", "sb3 ppo_torch"] and len(table) == 3
+    row = mine.loc["sb3 ppo_torch"]
+    assert row.ratio == pytest.approx(row["first"] / row.second, rel=1e-3)
+    assert row["ms a step"] == pytest.approx(1000 / row["first"], rel=1e-3) and row.floor > 0
+    shares = [float(part.split()[-2]) for part in mine.notes["profile ppo_torch"].split(", ")]
+    assert 95 <= sum(shares) <= 105 and "update" in mine.notes["profile ppo_torch"]
+    lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1 and len(lines) == 3 + 4
+    assert page.read_text().count("\n## ") == 2 and "| 1.50 to 1.50 |" in page.read_text()
+    assert not result.stderr
+
+
+def test_a_peer_that_cannot_be_imported_is_one_line(tmp_path):
+    (tmp_path / "sbx.py").write_text("raise ValueError('wants tf_keras')")
+    env = {"PYTHONPATH": str(tmp_path)}
+    result = run(SPEED, "sbx", "ppo_torch", *TINY, check=False, env=env)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    line = f"sbx does not run in {sys.executable}: ValueError: wants tf_keras"
+    assert result.stderr.strip().splitlines()[-1] == line
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("script", ["ddpg_torch", "sac_torch"])
+def test_floor_has_all_products(script, tmp_path, monkeypatch):
+    """As many operations as torch counts in the script's own update."""
+    module = load_script(script)
+
+    def count(update, **options):
+        def counted(*batch):
+            with FlopCounterMode(display=False) as counter:
+                update(*batch)
+            raise Stop(counter.get_total_flops())
+
+        return counted
+
+    monkeypatch.setattr(module, "mpi_compile", count)
+    flags = {"env_id": "Pendulum-v1", "epochs": 1, "update_after": 100, "data_dir": str(tmp_path)}
+    with pytest.raises(Stop) as counted:
+        module.train(module.Args(**flags))
+    shapes = [shape for _, shapes in speed.products(script, 3, 1, 100, 0) for shape in shapes]
+    assert sum(2 * m * k * n for m, k, n in shapes) == counted.value.args[0]
