@@ -43,14 +43,16 @@ T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9:
 # The published benchmark's settings; a run's label names what it has otherwise.
 PLAIN = {
     "on-policy": {"hidden_sizes": [64, 32], "activation": "tanh", "lam": 0.97, "clip_ratio": 0.2}
-    | {"pi_lr": 3e-4, "vf_lr": 1e-3, "train_pi_iters": 80, "train_v_iters": 80},
+    | {"pi_lr": 3e-4, "vf_lr": 1e-3, "train_pi_iters": 80, "train_v_iters": 80}
+    | {"target_kl": 0.01, "delta": 0.01, "minibatch_size": 0, "anneal_lr": False},
     "off-policy": {"hidden_sizes": [256, 256], "activation": "relu", "batch_size": 100}
     | {"lr": 1e-3, "pi_lr": 1e-3, "q_lr": 1e-3, "polyak": 0.995, "start_steps": 10_000}
     | {"update_after": 1000, "update_every": 50, "alpha": 0.2},
     "both": {"steps_per_epoch": 4000, "gamma": 0.99, "max_ep_len": 1000, "ranks": 1},
 }
 # Colours that are legible on white and on GitHub's dark background.
-COLORS = {"torch": "#e8590c", "tf1": "#1c7ed6", "other": "#9c36b5", "published": "#868e96"}
+COLORS = {"torch": "#e8590c", "tf1": "#1c7ed6", "published": "#868e96"}
+COLORS |= {"normalised": "#ae3ec9", "strong": "#2f9e44"}
 INK = "#7a7f87"
 
 
@@ -64,7 +66,12 @@ class Args:
 
 
 def settings_of(config):
-    """A run's settings in words: "plain", "normalised", or what differs from the published ones."""
+    """A run's settings in words: "plain", "normalised", or what differs from the published ones.
+
+    Those of sweeps/strong_*.toml are "strong".
+    """
+    if str(config.get("exp_name")).startswith("strong_"):
+        return "strong"
     family = family_of(Path(config["script"]).stem)
     norms = [key for key in ("norm_obs", "norm_rew") if config.get(key)]
     words = ["normalised"] if len(norms) == 2 else norms
@@ -306,7 +313,7 @@ def draw_panel(ax, results, algo, env, end, settings):
         x, y = plot.stack_runs([pd.DataFrame({"x": x, "y": y}) for x, y in curves], "x", "y")
         if len(x):
             empty = False
-            color = COLORS[framework if label == "plain" else "other"]
+            color = COLORS[framework if label == "plain" else label]
             draw_band(ax, x, np.nanmean(y, axis=0), np.nanstd(y, axis=0), color, {"lw": 1.4})
     if empty:
         ax.text(0.04, 0.96, "no run yet", transform=ax.transAxes, va="top", color=INK)
@@ -315,7 +322,7 @@ def draw_panel(ax, results, algo, env, end, settings):
 def figure(results, algos, settings=("plain",), height=1.35):
     """An SVG as text: a row for each environment, a column for each algorithm.
 
-    settings: labels of the runs to draw; "plain" first, at most one other, in PyTorch alone.
+    settings: labels of the runs to draw, "plain" first; the others in PyTorch alone.
     """
     import matplotlib
 
@@ -348,11 +355,13 @@ def figure(results, algos, settings=("plain",), height=1.35):
             ax.set_ylabel(env, fontweight="bold")
         fig.align_ylabels(axes[:, 0])
         lines = {"ours, PyTorch": ("torch", "-"), "ours, TensorFlow 1": ("tf1", "-")}
-        lines |= {f"ours, PyTorch, {other}": ("other", "-") for other in settings[1:]}
+        lines |= {f"ours, PyTorch, {other}": (other, "-") for other in settings[1:]}
         lines |= {"Spinning Up (2020), PyTorch": ("published", (0, (4, 1.5)))}
         lines |= {"Spinning Up (2020), TensorFlow 1": ("published", (0, (1, 1)))}
         handles = [Line2D([], [], color=COLORS[c], ls=ls, lw=1.4) for c, ls in lines.values()]
-        fig.legend(handles, lines, loc="upper center", ncols=len(lines), fontsize=8.5)
+        fig.legend(
+            handles, lines, loc="upper center", ncols=len(lines), fontsize=8.5, columnspacing=1.2
+        )
         fig.text(0.5, 0.04 / size[1], "environment steps", ha="center")
         text = io.StringIO()
         fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -390,8 +399,8 @@ def make(root=ROOT):
         tables |= {algo: returns(results, [algo]) for algo in algos}
     folder = root / "benchmark" / "results"
     files = {folder / "all.svg": figure(results, [a for f in FAMILIES.values() for a in f])}
-    labels = results.runs.settings
-    settings = ["plain", *labels[labels.str.startswith("normalised")].mode()[:1]]
+    labels = set(results.runs.settings)
+    settings = ["plain", *(label for label in ("normalised", "strong") if label in labels)]
     files[folder / "on_policy.svg"] = figure(results, FAMILIES["on-policy"], settings, 1.7)
     files[folder / "off_policy.svg"] = figure(results, FAMILIES["off-policy"], height=1.7)
     for path in [root / "README.md", *sorted(folder.glob("*.md"))]:

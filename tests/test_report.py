@@ -79,6 +79,14 @@ def test_collect_takes_runs_in_and_replaces_them(tmp_path):
         report.collect([str(tmp_path / "nothing")], results)
 
 
+def test_settings_in_words():
+    config = {**PLAIN, "script": "ppo_torch.py", "exp_name": "benchmark_on_policy_x", "ranks": 1}
+    assert report.settings_of(config) == "plain"
+    assert report.settings_of({**config, "norm_obs": True}) == "norm_obs"
+    assert report.settings_of({**config, "hidden_sizes": [8, 9]}) == "hidden_sizes [8 9]"
+    assert report.settings_of({**config, "exp_name": "strong_ppo_x", "lam": 0.95}) == "strong"
+
+
 def test_of_two_runs_that_are_the_same_the_longer_is_collected(tmp_path, capsys):
     write_run(tmp_path / "data" / "a", 0, [1, 2, 3])
     write_run(tmp_path / "data" / "b", 0, [4, 5])
