@@ -3,8 +3,8 @@
 import os
 import sys
 
-# Where a stream is closed (`>&-`), the next file that is opened, a checkpoint say, would take its
-# number, and whatever a library prints would land in it.
+# If a standard stream is closed (`>&-`), the next file to be opened, such as a checkpoint, gets its
+# number, and libraries print into it.
 for _name in ("stdin", "stdout", "stderr"):
     if getattr(sys, _name) is None:
         setattr(sys, _name, open(os.devnull, "r" if _name == "stdin" else "w"))  # noqa: SIM115

@@ -1,4 +1,4 @@
-"""What surrounds a run: the command line and exit code, the environment, requests to stop.
+"""What surrounds a run: the command line, the environment, the exit code.
 
 Exit codes: 0 finished (or nothing left to do), 1 failed, 2 bad input, 128 + signal interrupted.
 """
@@ -117,7 +117,7 @@ def _check_space(text, space, supported):
 
 
 def experiment(train):
-    """Wrap a script's `train(args)`, for the command line and for Python alike.
+    """Decorate a script's `train(args)`, which is called from its command line or from Python.
 
     The arguments are checked before anything else happens. However `train` is left, status.json
     says how, and the run directory is free for the next run.
@@ -140,7 +140,7 @@ def experiment(train):
 
 
 def tell(text):
-    """Print a line on stderr, also where nobody reads any more: the way out must not fail."""
+    """Print a line on stderr. That nobody reads it is no error: the process is about to exit."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
@@ -165,8 +165,8 @@ def main(train, Args):
     except BaseException:
         if args is None:  # --help
             raise
-        # Without an abort the other ranks would wait for this one for ever, even if an environment
-        # called sys.exit.
+        # Without an abort the other ranks would wait forever, even if an environment called
+        # sys.exit.
         where = f" on rank {proc_id()} of {num_procs()}" if num_procs() > 1 else ""
         tell(f"{script}: failed{where}\n{traceback.format_exc()}")
         mpi_abort(1)

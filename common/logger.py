@@ -171,7 +171,7 @@ class Logger:
         run_dir.write_status(self.output_dir, status, self.epoch, self.epochs, error)
 
     def close(self, clear=False):
-        """The end of the run: `finished`, or `interrupted` if epochs are left.
+        """End the run: mark it as finished, or as interrupted if epochs are left.
 
         Args:
             clear: delete the checkpoints of a finished run: a replay buffer is large.
@@ -218,7 +218,7 @@ class Logger:
     def progress(self, steps):
         """Iterate over `range(steps)`, with a bar on rank 0 where there is a terminal."""
         hide = proc_id() != 0 or not sys.stderr.isatty()
-        name = f"epoch {self.epoch} of {self.epochs}"
+        name = f"epoch {self.epoch}" + (f" of {self.epochs}" if self.epochs else "")
         return tqdm(range(steps), name, disable=hide, leave=False, unit="step")
 
     def log_tabular(self, key, val):

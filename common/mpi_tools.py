@@ -206,8 +206,8 @@ def check_finite(when, **values):
         values: a number, an array, or nested dicts and lists of them, by name.
 
     Raises:
-        FloatingPointError: on every rank, naming the first of the values that is bad on any rank,
-            and the first such rank: a bad reward of one rank makes all ranks' parameters bad.
+        FloatingPointError: on every rank. It names the first bad value, in the order given, and
+            the first rank that holds it: one bad reward soon makes all ranks' parameters bad.
     """
     bad = [name for name, value in values.items() if not _all_finite(value)]
     if mpi_op(float(bool(bad)), "MAX"):

@@ -123,10 +123,10 @@ def describe(args, exp_name, script):
 
 
 def check_resume(directory, config, fixed):
-    """Hold a run's config.json and status.json against the config that is to continue it.
+    """Compare a run's config.json and status.json with the config that is to continue it.
 
     Args:
-        fixed: keys of `config` that must be as they were.
+        fixed: keys whose values must not have changed.
 
     Returns:
         (epoch, finished, warnings): epochs done; whether none is left to do; lines for the user.

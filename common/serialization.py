@@ -1,5 +1,5 @@
 """JSON of anything that a configuration may hold, files that are written whole or not at all, and
-readers that trust no file: they execute nothing and take no more memory than the file has bytes.
+readers for files of unknown origin, which execute nothing and refuse what would fill the memory.
 """
 
 import contextlib
