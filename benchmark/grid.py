@@ -63,7 +63,7 @@ from rich.table import Table
 
 from benchmark import flags, launch, slurm
 from common import UsageError
-from common.args import flag, help_text, parse_args
+from common.args import PosInt, check_args, flag, help_text, parse_args
 from common.mpi_tools import cores
 from common.serialization import printable, read_text
 
@@ -205,7 +205,7 @@ class ExperimentGrid:
         Raises:
             UsageError: an argument is wrong; nothing was started.
         """
-        data_dir = "data" if data_dir is None else data_dir
+        data_dir = "data" if data_dir is None else str(data_dir)
         sweep = Sweep(self, thunk, num_cpu, workers, data_dir, datestamp)
         return run_sweep(sweep, retry_failed=retry_failed) == 0
 
@@ -240,8 +240,8 @@ class Sweep:
 
     grid: ExperimentGrid
     script: object  # see `thunk` in ExperimentGrid.run
-    num_cpu: int | str = 1
-    workers: int = 1
+    num_cpu: PosInt | Literal["auto"] = 1
+    workers: PosInt = 1
     data_dir: str = "data"
     datestamp: bool = False
     slurm: dict = field(default_factory=dict)
@@ -266,14 +266,9 @@ def _plan(sweep):
     grid = sweep.grid
     if not isinstance(grid.name, str) or not re.fullmatch(r"[^\W_][\w.()-]*", grid.name, re.ASCII):
         raise UsageError(f"name: a letter or digit, then letters, digits, -_.(), got {grid.name!r}")
-    if sweep.num_cpu != "auto" and not _is_count(sweep.num_cpu):
-        raise UsageError(f'num_cpu: expected a positive int or "auto", got {sweep.num_cpu!r}')
-    if not _is_count(sweep.workers):
-        raise UsageError(f"workers: expected a positive int, got {sweep.workers!r}")
-    if not isinstance(sweep.data_dir, str | Path) or "\0" in str(sweep.data_dir):
-        raise UsageError(f"data_dir: expected a string, got {sweep.data_dir!r}")
-    if not isinstance(sweep.datestamp, bool):
-        raise UsageError(f"datestamp: expected true or false, got {sweep.datestamp!r}")
+    check_args(sweep)
+    if "\0" in sweep.data_dir:
+        raise UsageError("data_dir: a path must not hold a NUL character")
     if "GRID_IMPORTING" in os.environ:
         raise UsageError('a sweep must not start on import: put it under if __name__ == "__main__"')
     sweep.slurm = slurm.check(sweep.slurm)
@@ -307,7 +302,9 @@ def _plan(sweep):
             except (UsageError, ValueError, RecursionError) as e:
                 raise UsageError(f"params: {e}") from e
             seed = variant.pop("seed", settings.get("seed", 0))
-            run = launch.Run(thunk, name, seed, variant, settings, 1, str(sweep.data_dir), stamp)
+            if not str(seed).isdecimal():  # it becomes a part of a path
+                raise UsageError(f"params: seed: expected an int of at least 0, got {seed!r}")
+            run = launch.Run(thunk, name, seed, variant, settings, 1, sweep.data_dir, stamp)
             if len(run.directory.name) > 200:
                 raise UsageError(
                     f"params: {run.directory.name[:60]}... is too long for a file name"
@@ -345,10 +342,6 @@ def _check_keys(sweep, thunks):
         sweep.notes.append(f"{name} is left out where there is no such argument: {names}")
 
 
-def _is_count(n):
-    return isinstance(n, int) and not isinstance(n, bool) and n >= 1
-
-
 def _ranks(sweep, run):
     """Ranks of a run. "auto": this worker's share of the cores, as far as it divides the work."""
     if sweep.num_cpu != "auto":
@@ -357,7 +350,7 @@ def _ranks(sweep, run):
         ranks = run.read_config().get("ranks")
     except (OSError, ValueError):
         ranks = None
-    if _is_count(ranks):
+    if type(ranks) is int and ranks > 0:
         return ranks  # a run that was begun on other cores goes on with as many ranks
     n = max(1, cores() // sweep.workers)
     while any(run.settings.get(name, 0) % n for name in ("steps_per_epoch", "batch_size")):

@@ -209,8 +209,9 @@ BAD = {  # a word of the message: what is wrong, at the top of a sweep
     "colour": ["colour = 1"],
     "name": ["name = 5", 'name = "../up"', 'name = ""', 'name = "_"'],
     "workers": ["workers = 0", "workers = true", "workers = 1.5"],
-    "num_cpu": ['num_cpu = "all"', "[params]\nnum_cpu = 2"],
-    "data_dir": ["data_dir = 3"],
+    "num_cpu": ["[params]\nnum_cpu = 2"],
+    "--num-cpu": ['num_cpu = "all"'],
+    "--data-dir": ["data_dir = 3"],
     "datestamp": ["datestamp = 1"],
     "script": ["script = []", "script = 3"],
     "algos/dqn_torch.py": ['script = "algos/dqn_torch.py"'],
@@ -653,6 +654,7 @@ def test_functions_that_cannot_be_run(module, tmp_path, monkeypatch):
         ({"lr": float("nan")}, "JSON"),
         ({"lr": 1, "act": lambda: 0}, "lambda"),
         ({"lr": 1, "env_name": "NoSuch-v0"}, "NoSuch-v0"),
+        ({"lr": 1, "seed": "../../x"}, "seed"),
     ]:
         with pytest.raises(UsageError, match=word):
             grid.call_experiment("x", my_train, **kwargs)
