@@ -313,6 +313,8 @@ def draw_panel(ax, results, algo, env, end, settings):
         x, y = plot.stack_runs([pd.DataFrame({"x": x, "y": y}) for x, y in curves], "x", "y")
         if len(x):
             empty = False
+            half = 2 * (~np.isnan(y)).sum(axis=0) >= len(y)  # of the seeds have come so far
+            x, y = x[half], y[:, half]
             color = COLORS[framework if label == "plain" else label]
             draw_band(ax, x, np.nanmean(y, axis=0), np.nanstd(y, axis=0), color, {"lw": 1.4})
     if empty:
