@@ -200,25 +200,29 @@ def test_adam():
 
 
 @pytest.mark.parametrize("algo", ALGOS)
-@pytest.mark.parametrize("env_id", ["CartPole-v1", "HalfCheetah-v4"])
-def test_one_epoch_from_the_command_line(tmp_path, algo, env_id):
-    """The same seed: the same experience, and after the update the same row of progress.txt."""
-    flags = ["--env-id", env_id, "--epochs", 1, "--seed", 3, "--data-dir", tmp_path]
-    flags += ["--steps-per-epoch", 1000, "--train-v-iters", 5]
+@pytest.mark.parametrize(
+    "env_id", ["CartPole-v1", pytest.param("Hopper-v4", marks=pytest.mark.slow)]
+)
+def test_two_epochs_from_the_command_line(tmp_path, algo, env_id):
+    """The same seed: the same experience, and after the updates the same rows of progress.txt.
+
+    The second epoch is the first that acts on statistics; few steps keep the rounding small.
+    """
+    flags = ["--env-id", env_id, "--epochs", 2, "--seed", 3, "--data-dir", tmp_path]
+    flags += ["--steps-per-epoch", 600, "--train-v-iters", 5, "--minibatch-size", 200]
     flags += ["--train-pi-iters", 3] if algo == "ppo" else []
-    flags += ["--norm-obs", "--norm-rew"] if env_id == "HalfCheetah-v4" else []
-    rows, policies = [], []
+    flags += ["--norm-obs", "--norm-rew"] + (["--anneal-lr"] if algo != "trpo" else [])
+    tables, policies = [], []
     for framework in ("torch", "tf1"):
         run(f"{algo}_{framework}", *flags, "--exp-name", framework)
-        rows.append(progress(run_dir(tmp_path, framework, seed=3)))
+        tables.append(progress(run_dir(tmp_path, framework, seed=3)))
         with np.load(run_dir(tmp_path, framework, seed=3) / "policy.npz") as file:
             policies.append({key: file[key] for key in file.files})
-    experience = [c for c in rows[0] if c.endswith(("EpRet", "EpLen")) or "Interacts" in c]
-    pd.testing.assert_frame_equal(rows[0][experience], rows[1][experience], check_exact=True)
-    pd.testing.assert_frame_equal(*rows, rtol=1e-3, atol=1e-6)
+    assert tables[0].AverageEpRet[0] == tables[1].AverageEpRet[0]
+    pd.testing.assert_frame_equal(*tables, rtol=1e-3, atol=1e-5)
     assert policies[0].keys() == policies[1].keys()
     for key in policies[0]:
         if policies[0][key].dtype == np.float32:
-            np.testing.assert_allclose(policies[0][key], policies[1][key], rtol=0, atol=1e-4)
+            np.testing.assert_allclose(policies[0][key], policies[1][key], rtol=1e-4, atol=1e-4)
         else:
             assert (policies[0][key] == policies[1][key]).all()

@@ -150,7 +150,9 @@ def train(tmp_path, script, *flags, ranks=1):
     return progress(run_dir(tmp_path, name))
 
 
-@pytest.mark.parametrize("script, ranks", [("trpo_torch", 2), ("trpo_tf1", 1)])
+@pytest.mark.parametrize(
+    "script, ranks", [("trpo_torch", 1), pytest.param("trpo_tf1", 2, marks=pytest.mark.slow)]
+)
 def test_line_search(tmp_path, script, ranks):
     """Where the quadratic model overshoots, shorter steps are tried until one keeps to the KL."""
     overshoots = ["--damping-coeff", 0.001, "--delta", 1]
