@@ -212,8 +212,9 @@ def reference_update(algo, state, batch, noise, alpha, policy_delay=2):
 
 slow = pytest.mark.slow
 UPDATES = [(name, 0.2, False) for name in SCRIPTS]
-UPDATES += [("sac_torch", "auto", False), ("sac_tf1", "auto", False), ("sac_torch", "auto", True)]
-UPDATES += [pytest.param(f"{algo}_torch", 0.2, True, marks=slow) for algo in ("ddpg", "td3")]
+UPDATES += [("sac_torch", "auto", False), ("sac_tf1", "auto", False)]
+COMPILED = [("ddpg_torch", 0.2), ("td3_torch", 0.2), ("sac_torch", "auto")]
+UPDATES += [pytest.param(*case, True, marks=slow) for case in COMPILED]
 
 
 @pytest.mark.parametrize("name, alpha, compiled", UPDATES)
