@@ -137,7 +137,7 @@ def reshaped(data):
         "compressed",
         "cut",
         "empty",
-        "bit",
+        "shape",
         "short",
     ],
 )
