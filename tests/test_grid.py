@@ -500,14 +500,18 @@ def test_ranks(main, tmp_path, monkeypatch):
     assert sorted(map(len, shares)) == [2, 3, 3] and launch.core_shares(9)[8] == {0}
 
 
-def test_as_many_runs_at_a_time_as_there_are_workers(main, tmp_path):
-    params = "seed = [0, 1, 2, 3, 4, 5]\nepoch_seconds = 0.1"
-    assert main(write_sweep(tmp_path / "a.toml", params), "--workers", 3)[0] == 0
-    spans = []
-    for path in tmp_path.glob("data/*/*"):
-        times = [float(row[-1]) for row in progress(path, time=True)[1:]]
-        spans.append((times[0] - 0.1, times[-1]))
-    assert max(sum(a <= start < b for a, b in spans) for start, _ in spans) == 3
+def test_as_many_runs_at_a_time_as_there_are_workers(main, tmp_path, monkeypatch):
+    started, alive, start = [], [], launch.start
+
+    def count(*args):
+        started.append(start(*args))
+        alive.append(sum(process.poll() is None for process in started))
+        return started[-1]
+
+    monkeypatch.setattr(launch, "start", count)
+    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1, 2, 3]\nepochs = 1\nepoch_seconds = 1.5")
+    assert main(sweep, "--workers", 3)[0] == 0
+    assert alive[:3] == [1, 2, 3] and max(alive) == 3 and len(alive) == 4
 
 
 def test_two_sweeps_at_once_do_not_share_a_run(main, tmp_path):
