@@ -159,37 +159,6 @@ def test_printable_is_one_line(text, length):
     assert len(said) <= length and (not said or said.isprintable())
 
 
-# ------------------------------------------------------------------------------------------- names
-
-NAMES = st.one_of(
-    st.text(max_size=12),
-    st.lists(
-        st.sampled_from(["..", ".", "/", "\\", "~", "\0", "\n", "a", " ", "-", "é", "\ud800"]),
-        max_size=6,
-    ).map("".join),
-    st.sampled_from(["a" * 200, "a" * 201, "é" * 101, "x" * 5000, "$HOME", "`id`", ".lock"]),
-)
-
-
-@examples(20)
-@given(NAMES, NAMES, st.integers(0, 2**64), st.booleans())
-def test_a_run_is_made_inside_data_dir_or_not_at_all(exp_name, env_id, seed, datestamp):
-    with tempfile.TemporaryDirectory() as directory:
-        data = Path(directory, "data")
-        args = Args(env_id, exp_name, seed, str(data), datestamp)
-        try:
-            run = logger.start_run(args, "algos/some_script.py")
-        except UsageError as e:
-            assert str(e).isprintable()
-            assert not list(Path(directory).iterdir())
-            return
-        run.close_lock()
-        assert run.output_dir.parent.parent == data
-        assert {p.name for p in Path(directory).iterdir()} == {"data"}
-        assert {p.parent for p in data.glob("*/*/*")} == {run.output_dir}
-        assert read_json(run.output_dir / "config.json")["exp_name"] == run.exp_name
-
-
 # ------------------------------------------------------------------------------------------ sweeps
 
 FAKE = ROOT / "tests" / "fake_script.py"
