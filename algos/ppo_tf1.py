@@ -410,7 +410,7 @@ def train(args):
             if sess.run((too_far, train_pi), minibatch)[0]:
                 break
 
-        # Value function: goes on after the policy has stopped, since its targets hold all the same.
+        # Value function: trained after the policy has stopped, too; its targets are still right.
         for part in minibatches(args.train_v_iters, minibatch_size, len(obs), rng):
             sess.run(train_v, {obs_ph: obs[part], ret_ph: ret[part]})
 
@@ -429,8 +429,8 @@ def train(args):
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
         return arrays | {"distribution": "gaussian", "log_std": sess.run(ac.pi.log_std)}
 
-    # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
-    # is all there is to restore.
+    # Resume: an epoch starts from a reset and draws random numbers of its own, so this is all there
+    # is to restore.
     stateful = {"ac": {p.op.name: p for p in pi_vars + v_vars}, "stats": stats}
     stateful |= {"pi_optimizer": pi_optimizer.variables}
     stateful |= {"vf_optimizer": vf_optimizer.variables}

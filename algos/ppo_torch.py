@@ -352,7 +352,7 @@ def train(args):
     logger.log(f"Number of parameters: pi {n_pi}, v {n_v}")
     norm = args.norm_obs, args.norm_rew
     buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch, args.gamma, args.lam, *norm)
-    for name, array in buf.stats.items():  # in NumPy's memory; model.pt and checkpoints hold them
+    for name, array in buf.stats.items():  # shared with NumPy; saved in model.pt and checkpoints
         ac.register_buffer(name, torch.from_numpy(array))
 
     def values(obs):
@@ -401,7 +401,7 @@ def train(args):
                 break
             pi_optimizer.apply_gradients(grads)
 
-        # Value function: goes on after the policy has stopped, since its targets hold all the same.
+        # Value function: trained after the policy has stopped, too; its targets are still right.
         for part in minibatches(args.train_v_iters, minibatch_size, len(obs), rng):
             train_v(obs[part], ret[part])
 
@@ -421,8 +421,8 @@ def train(args):
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
         return arrays | {"distribution": "gaussian", "log_std": to_arrays(ac.pi.log_std)}
 
-    # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
-    # is all there is to restore.
+    # Resume: an epoch starts from a reset and draws random numbers of its own, so this is all there
+    # is to restore.
     stateful = {"ac": ac, "pi_optimizer": pi_optimizer, "vf_optimizer": vf_optimizer}
     load_state_dicts(stateful, logger.load_state())
 

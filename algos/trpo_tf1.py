@@ -488,8 +488,8 @@ def train(args):
         params = sess.run(params_op).astype(np.float64)
         step = natural_step(fisher, g, args.delta, args.cg_iters)
 
-        # Line search: the longest step that does keep to the KL and improves the objective. Both
-        # are averaged, so that all ranks take the same.
+        # Line search: the longest step that keeps to the KL and improves the objective. Both are
+        # averaged, so that all ranks take the same step.
         loss_pi_start = mpi_avg(loss_pi_old)
         for i in range(args.backtrack_iters):
             set_params(params - args.backtrack_coeff**i * step)
@@ -519,8 +519,8 @@ def train(args):
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
         return arrays | {"distribution": "gaussian", "log_std": sess.run(ac.pi.log_std)}
 
-    # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
-    # is all there is to restore.
+    # Resume: an epoch starts from a reset and draws random numbers of its own, so this is all there
+    # is to restore.
     stateful = {"ac": {p.op.name: p for p in pi_vars + v_vars}, "stats": stats}
     stateful |= {"vf_optimizer": vf_optimizer.variables}
     load_variables(sess, stateful, logger.load_state())

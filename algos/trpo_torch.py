@@ -422,7 +422,7 @@ def train(args):
     logger.log(f"Number of parameters: pi {n_pi}, v {n_v}")
     norm = args.norm_obs, args.norm_rew
     buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch, args.gamma, args.lam, *norm)
-    for name, array in buf.stats.items():  # in NumPy's memory; model.pt and checkpoints hold them
+    for name, array in buf.stats.items():  # shared with NumPy; saved in model.pt and checkpoints
         ac.register_buffer(name, torch.from_numpy(array))
 
     def values(obs):
@@ -474,8 +474,8 @@ def train(args):
         params = nn.utils.parameters_to_vector(pi_params).detach().cpu().numpy().astype(np.float64)
         step = natural_step(fisher, g, args.delta, args.cg_iters)
 
-        # Line search: the longest step that does keep to the KL and improves the objective. Both
-        # are averaged, so that all ranks take the same.
+        # Line search: the longest step that keeps to the KL and improves the objective. Both are
+        # averaged, so that all ranks take the same step.
         loss_pi_start = mpi_avg(loss_pi_old)
         for i in range(args.backtrack_iters):
             set_params(params - args.backtrack_coeff**i * step)
@@ -506,8 +506,8 @@ def train(args):
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
         return arrays | {"distribution": "gaussian", "log_std": to_arrays(ac.pi.log_std)}
 
-    # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
-    # is all there is to restore.
+    # Resume: an epoch starts from a reset and draws random numbers of its own, so this is all there
+    # is to restore.
     stateful = {"ac": ac, "vf_optimizer": vf_optimizer}
     load_state_dicts(stateful, logger.load_state())
 

@@ -389,7 +389,7 @@ def train(args):
         batch[logp_old_ph] = sess.run(logp, batch)
         loss_pi_old, loss_v_old, *_ = sess.run(losses, batch)
 
-        # Policy: one step, since the batch tells of the policy that gathered it and of no other.
+        # Policy: one step, since the gradient holds only for the policy that gathered the batch.
         if args.anneal_lr:
             pi_lr.load(args.pi_lr * (1 - logger.epoch / args.epochs), sess)
         sess.run(train_pi, batch)
@@ -412,8 +412,8 @@ def train(args):
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
         return arrays | {"distribution": "gaussian", "log_std": sess.run(ac.pi.log_std)}
 
-    # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
-    # is all there is to restore.
+    # Resume: an epoch starts from a reset and draws random numbers of its own, so this is all there
+    # is to restore.
     stateful = {"ac": {p.op.name: p for p in pi_vars + v_vars}, "stats": stats}
     stateful |= {"pi_optimizer": pi_optimizer.variables}
     stateful |= {"vf_optimizer": vf_optimizer.variables}

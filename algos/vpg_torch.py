@@ -345,7 +345,7 @@ def train(args):
     logger.log(f"Number of parameters: pi {n_pi}, v {n_v}")
     norm = args.norm_obs, args.norm_rew
     buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch, args.gamma, args.lam, *norm)
-    for name, array in buf.stats.items():  # in NumPy's memory; model.pt and checkpoints hold them
+    for name, array in buf.stats.items():  # shared with NumPy; saved in model.pt and checkpoints
         ac.register_buffer(name, torch.from_numpy(array))
 
     def values(obs):
@@ -382,7 +382,7 @@ def train(args):
             logp_old, _ = ac.pi(obs, act)
         loss_pi_old, loss_v_old, *_ = losses(obs, act, adv, ret, logp_old)
 
-        # Policy: one step, since the batch tells of the policy that gathered it and of no other.
+        # Policy: one step, since the gradient holds only for the policy that gathered the batch.
         if args.anneal_lr:
             pi_optimizer.learning_rate.fill_(args.pi_lr * (1 - logger.epoch / args.epochs))
         train_pi(obs, act, adv, logp_old)
@@ -406,8 +406,8 @@ def train(args):
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
         return arrays | {"distribution": "gaussian", "log_std": to_arrays(ac.pi.log_std)}
 
-    # Resume: an epoch's end is a clean cut, and every epoch has random numbers of its own, so this
-    # is all there is to restore.
+    # Resume: an epoch starts from a reset and draws random numbers of its own, so this is all there
+    # is to restore.
     stateful = {"ac": ac, "pi_optimizer": pi_optimizer, "vf_optimizer": vf_optimizer}
     load_state_dicts(stateful, logger.load_state())
 
