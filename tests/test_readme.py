@@ -14,7 +14,6 @@ README = PAGES[0].read_text()
 SMALL = {
     "vpg trpo ppo": "--epochs 1 --steps-per-epoch 400",
     "ddpg td3 sac": "--epochs 1 --steps-per-epoch 200 --num-test-episodes 1",
-    "grid.py": "",
 }
 
 
@@ -66,8 +65,9 @@ def commands():
 
 def shortened(command):
     """The command with a small budget."""
-    for names, flags in SMALL.items():
-        if any(re.search(rf"/{name}(_torch|_tf1)?(\.py)?\b", command) for name in names.split()):
+    script = re.match(r"(?:python|mpirun) .*?(\w+)_(?:torch|tf1)\.py", command)
+    for names, flags in SMALL.items() if script else ():
+        if script[1] in names.split():
             return f"{command} {flags}"
     return command
 
@@ -87,8 +87,11 @@ def test_commands_run_as_written(tmp_path):
             text = text.replace("\nnum_test_episodes = 1", "")
         sweep.write_text(text)
     assert len(commands()) > 15
-    for command in commands():
-        if command.startswith(("tensorboard", "diff")):
+    examples = re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
+    for i, example in enumerate(examples):
+        (tmp_path / f"example_{i}.py").write_text(example)
+    for command in [*commands(), *(f"python example_{i}.py" for i in range(len(examples)))]:
+        if command.startswith("diff"):
             assert all((tmp_path / w).exists() for w in shlex.split(command)[1:] if "/" in w)
             continue
         result = subprocess.run(
