@@ -453,11 +453,14 @@ def train(args):
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)
-        for key in ("EpRet", "VVals"):
-            logger.log_tabular(key, with_min_and_max=True)
+        logger.log_tabular("EpRet", with_min_and_max=True)
+        for key in ("CutEpRet", "EpLen"):
+            logger.log_tabular(key, average_only=True)
+        logger.log_tabular("VVals", with_min_and_max=True)
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
-        keys = "CutEpRet", "EpLen", "LossPi", "LossV", "DeltaLossPi", "DeltaLossV"
-        for key in ("Entropy", "KL", "ClipFrac", "StopIter", *keys):
+        for key in ("LossPi", "LossV", "DeltaLossPi", "DeltaLossV"):
+            logger.log_tabular(key, average_only=True)
+        for key in ("Entropy", "KL", "ClipFrac", "StopIter"):
             logger.log_tabular(key, average_only=True)
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()
