@@ -43,6 +43,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "algos")]
 
 from common.cpu import cpu_name
 
+WHAT = "profile", "ranks", "pair", "sb3", "sbx", "compile", "table"
 PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}
 
 # What a peer runs: the same environment; PPO with its own defaults, off-policy algorithms with our
@@ -93,8 +94,8 @@ things that are compared, medians over pairs of runs in turn, `ratio` the median
 ratios. `ms a step` is the first one's time for one environment step with its share of the update;
 its `floor` is the time that `env.step` and the update's matrix products take by themselves.
 Peers (Stable-Baselines3 2.9.2, SBX 0.28) run as they come; with `--peer-switched` they have this
-project's settings of MKL and glibc (common/cpu.py). CleanRL is not compared: its package
-asks for a Gymnasium that the others do not run on.
+project's settings of MKL and glibc (common/cpu.py). CleanRL is not compared: its scripts are pinned
+to older releases of Gymnasium and MuJoCo.
 """
 
 # The part of a run that a function is, wherever it is called from.
@@ -105,9 +106,7 @@ PARTS |= {"log_tabular": "logging", "dump_tabular": "logging", "store": "storing
 
 @dataclass
 class Args:
-    what: tyro.conf.Positional[
-        Literal["profile", "ranks", "pair", "sb3", "sbx", "compile", "table"]
-    ]
+    what: tyro.conf.Positional[Literal[*WHAT]]
     scripts: tyro.conf.Positional[tuple[str, ...]] = ()  # one script, by name; two for pair
     env_id: str = "HalfCheetah-v4"  # environment
     epochs: int = 6  # epochs of 4000 steps per run; the first one warms up
@@ -124,8 +123,7 @@ def train(script, args, ranks=1, **env):
     with tempfile.TemporaryDirectory() as data_dir:
         command = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
         command += [sys.executable, str(ROOT / "algos" / f"{script}.py"), "--env-id", args.env_id]
-        command += ["--epochs", str(args.epochs), "--exp-name", "speed"]
-        command += ["--data-dir", data_dir]
+        command += ["--epochs", str(args.epochs), "--exp-name", "speed", "--data-dir", data_dir]
         command += ["--compile"] * args.compile
         if off_policy(script):
             command += ["--start-steps", "1000", "--num-test-episodes", "1"]
@@ -176,9 +174,8 @@ def products(script, o, a, B, policy_steps):
     if not off_policy(script):
         pi, v = ([(o, 64), (64, 64), (64, n)] for n in (a, 1))
         steps = {"vpg": 1, "trpo": 11}.get(algo, policy_steps), 80
-        return [
-            (n, net(x, weights=True, inputs=x[1:])) for n, x in zip(steps, (pi, v), strict=True)
-        ]
+        pi_step, v_step = (net(x, weights=True, inputs=x[1:]) for x in (pi, v))
+        return [(steps[0], pi_step), (steps[1], v_step)]
     pi = [(o, 256), (256, 256), (256, 2 * a if algo == "sac" else a)]
     q = [(o + a, 256), (256, 256), (256, 1)] * (1 if algo == "ddpg" else 2)
     first_q = q if algo == "sac" else q[:3]  # whose value the policy climbs
@@ -231,8 +228,7 @@ def profile(script, args):
         now, part = time.perf_counter(), "the loop itself"
         while frame.f_back and frame.f_code.co_name != "train":
             part, frame = PARTS.get(frame.f_code.co_name, part), frame.f_back
-        epoch = frame.f_locals.get("epoch", 0)
-        if epoch > 0:
+        if frame.f_locals.get("epoch", 0) > 0:
             spent[part] += now - last
         last = now
 
@@ -320,9 +316,8 @@ def write_table(args, cpu):
         except ChildProcessError as e:
             print(e, file=sys.stderr)
             continue
-        table = pd.DataFrame([{"speed.py": line, "cpu": cpu, **row}])
-        if numbers.exists():
-            table = pd.concat([table, pd.read_csv(numbers)])
+        old = [pd.read_csv(numbers)] if numbers.exists() else []
+        table = pd.concat([pd.DataFrame([{"speed.py": line, "cpu": cpu, **row}]), *old])
         table = table.drop_duplicates(["speed.py", "cpu"])
         table.to_csv(numbers, index=False, float_format="%.5g")
         Path(args.out).write_text(page(table))

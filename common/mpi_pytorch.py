@@ -96,16 +96,6 @@ def mpi_compile(function, **options):
     return call
 
 
-def mpi_avg_grads(module):
-    """Give every parameter its gradient's average over all ranks, with one message."""
-    if num_procs() == 1:
-        return
-    params = [p for p in module.parameters() if p.grad is not None]
-    flat = _average(torch.cat([p.grad.flatten() for p in params]))
-    for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
-        p.grad = part.view_as(p)
-
-
 def _average(x):
     x_numpy = x.detach().cpu().numpy()
     total = np.empty_like(x_numpy)
@@ -141,11 +131,8 @@ class MpiAdamOptimizer:
         self.params, self.ranks = list(params), num_procs()
         self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
         self.exp_avgs, self.exp_avg_sqs = ([torch.zeros_like(p) for p in self.params] for _ in "12")
-        double = {"dtype": torch.float64, "device": self.params[0].device}
-        self.step, self.learning_rate = (
-            torch.zeros((), **double),
-            torch.tensor(learning_rate, **double),
-        )
+        like = {"dtype": torch.float64, "device": self.params[0].device}
+        self.step, self.learning_rate = torch.zeros((), **like), torch.tensor(learning_rate, **like)
         for state in (*self.exp_avgs, *self.exp_avg_sqs, self.step, self.learning_rate):
             state.requires_grad_(False)
             if state.is_cuda:  # CUDA graphs change it where it lies
