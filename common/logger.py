@@ -157,6 +157,8 @@ class Logger:
         config = run_dir.describe(args, self.exp_name, script or sys.argv[0])
         if self.resume and broadcast(run_dir.holds_run(self.output_dir)):
             fixed = {*args, "script", "ranks"} - run_dir.FREE_TO_CHANGE
+            if args.get("anneal_lr"):  # the learning rate depends on how many epochs there are
+                fixed |= {"epochs"}
             found = broadcast(on_rank_0(run_dir.check_resume, self.output_dir, config, fixed))
             self.epoch, self.finished, warnings = found
             for text in warnings:

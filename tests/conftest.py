@@ -54,6 +54,7 @@ class Args:
     overwrite: bool = False
     epochs: int = 2
     lr: float = 0.1
+    anneal_lr: bool = False
 
 
 def load_script(name):

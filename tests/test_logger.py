@@ -190,6 +190,12 @@ def test_what_may_change_on_resume(tmp_path, capsys):
     assert start(tmp_path, resume=True, epochs=3).finished
 
 
+def test_annealing_fixes_the_number_of_epochs(tmp_path):
+    start(tmp_path, anneal_lr=True).close()
+    with pytest.raises(UsageError, match="cannot resume .*: epochs was 2, is 3"):
+        start(tmp_path, anneal_lr=True, resume=True, epochs=3)
+
+
 def test_resume_drops_rows_without_checkpoint(tmp_path):
     logger = start(tmp_path, epochs=9)
     one_epoch(logger, 0, [1.0])
