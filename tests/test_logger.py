@@ -192,7 +192,7 @@ def test_what_may_change_on_resume(tmp_path, capsys):
 
 def test_annealing_fixes_the_number_of_epochs(tmp_path):
     start(tmp_path, anneal_lr=True).close()
-    with pytest.raises(UsageError, match="cannot resume .*: epochs was 2, is 3"):
+    with pytest.raises(UsageError, match=r"cannot resume .*: epochs was 2, is 3"):
         start(tmp_path, anneal_lr=True, resume=True, epochs=3)
 
 

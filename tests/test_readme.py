@@ -58,8 +58,9 @@ def test_every_logged_column_is_explained():
 
 def commands():
     """The shell commands of the README's code blocks, without their comments."""
-    blocks = re.findall(r"^```(?:bash|sh)?\n(.*?)^```", README, flags=re.M | re.S)
-    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", README, flags=re.M | re.S)
+    lines = [line for kind, block in blocks if not kind for line in block.splitlines()]
+    lines = [line.split("  #")[0].strip() for line in lines]
     return [line for line in lines if line and not line.startswith("python3 -m venv")]
 
 
