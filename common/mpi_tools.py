@@ -127,8 +127,6 @@ def barrier(timeout=None):
     if timeout is None:
         _mpi().COMM_WORLD.Barrier()
         return True
-    import time
-
     request, deadline = _mpi().COMM_WORLD.Ibarrier(), time.monotonic() + timeout
     while not request.Test():
         if time.monotonic() > deadline:
