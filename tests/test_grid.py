@@ -793,7 +793,7 @@ def test_the_overview_in_a_terminal(tmp_path, columns):
     assert process.wait(30) == 1
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
     assert re.search(r"\n *fai-1_s0 .*[12]/3 +(return )?[12]\.0 ", text)
-    assert re.search(r"sweep: 1 of 4 finished, 1 failed", text)
+    assert re.search(r"sweep: [12] of 4 finished", text)  # which of these are seen is chance
     assert "4 runs, 2 finished, 2 failed" in text.replace("\r\n", " ")
 
 
