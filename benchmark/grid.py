@@ -33,10 +33,10 @@ A sweep file:
     time = "4:00:00"
 
 Of several scripts, each gets those arguments that it has. Run again, a sweep skips what is finished
-and resumes what was interrupted; failed runs are tried again with --retry-failed. A run whose
-arguments were changed since is a new run, in a directory of its own; more epochs make a run longer,
-if it still has its checkpoints. Ctrl-C stops all runs at the end of their epochs, a second one at
-once. Functions are started anew where scripts resume.
+and resumes what was interrupted; failed runs are tried again with --retry-failed. A directory that
+holds a run with other arguments is left as it is: give the sweep another name. More epochs make a
+run longer, if it still has its checkpoints. Ctrl-C stops all runs at the end of their epochs, a
+second one at once. Functions are started anew where scripts resume.
 
 From Python, `ExperimentGrid` and `call_experiment` are Spinning Up's.
 """
@@ -65,7 +65,8 @@ from benchmark import flags, launch, slurm
 from common import UsageError
 from common.args import PosInt, check_args, flag, help_text, parse_args
 from common.mpi_tools import cores
-from common.serialization import printable, read_text
+from common.run_dir import MAX_NAME
+from common.serialization import check_inside, printable, read_text
 
 MAX_RUNS = 10_000
 # What Spinning Up calls some options and flags.
@@ -191,8 +192,7 @@ class ExperimentGrid:
         """Run all variants.
 
         Args:
-            thunk: a script's path, a function or its "module:name", the key of the grid whose
-                values are such, or a list of scripts or functions.
+            thunk: a script's path, a function or its "module:name", or a list of these.
             num_cpu: MPI ranks of each run; "auto" for as many as there are cores.
             data_dir: where the runs go; None for "data".
             datestamp: make new runs, with date and time in their directories' names.
@@ -249,6 +249,9 @@ class Sweep:
     source: str = ""  # the file it came from, for messages
     notes: list = field(default_factory=list)  # of `plan`, for the user
 
+    def scripts(self):
+        return self.script if isinstance(self.script, list) else [self.script]
+
 
 def plan(sweep):
     """All runs of a sweep, checked against the arguments of its scripts and functions.
@@ -267,51 +270,25 @@ def _plan(sweep):
     if not isinstance(grid.name, str) or not re.fullmatch(r"[^\W_][\w.()-]*", grid.name, re.ASCII):
         raise UsageError(f"name: a letter or digit, then letters, digits, -_.(), got {grid.name!r}")
     check_args(sweep)
-    if "\0" in sweep.data_dir:
-        raise UsageError("data_dir: a path must not hold a NUL character")
     if "GRID_IMPORTING" in os.environ:
         raise UsageError('a sweep must not start on import: put it under if __name__ == "__main__"')
-    sweep.slurm = slurm.check(sweep.slurm)
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S") if sweep.datestamp else ""
-
-    by_key = isinstance(sweep.script, str) and sweep.script in grid.keys
-    scripts = sweep.script if isinstance(sweep.script, list) else [sweep.script]
-    scripts = grid.vals[grid.keys.index(sweep.script)] if by_key else scripts
-    if not scripts:
+    slurm.check(sweep.slurm)
+    thunks = [flags.find(script) for script in sweep.scripts()]
+    if not thunks:
         raise UsageError("script: an empty list")
-    thunks = [flags.find(script) for script in scripts]
     _check_keys(sweep, thunks)
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S") if sweep.datestamp else ""
     runs = []
-    for script, thunk in zip(scripts, thunks, strict=True):
-        own = ExperimentGrid(grid.name)
-        for key, vals, sh, in_name in grid.rows():
-            if by_key and key == sweep.script:
-                own.add(key, [script], sh, in_name or len(vals) > 1)
-            elif _is_meant(sweep, key, thunk) and thunk.takes(key.split(":")[0]):
-                own.add(key, vals, sh, in_name)
+    for thunk in thunks:
+        # Of several scripts, the script is the first thing that varies.
+        own = ExperimentGrid(f"{grid.name}_{valid_str(thunk.name)}" if thunks[1:] else grid.name)
+        for key, *row in grid.rows():
+            if _is_meant(sweep, key, thunk) and thunk.takes(key.split(":")[0]):
+                own.add(key, *row)
         if len(runs) + len(own) > MAX_RUNS:
             raise UsageError(f"params: more than {MAX_RUNS} runs")
         for variant in own.variants():
-            name = own.variant_name(variant)
-            if len(thunks) > 1 and not by_key:  # then the script is the first thing that varies
-                name = f"{own.name}_{valid_str(thunk.name)}{name[len(own.name) :]}"
-            if by_key:
-                del variant[sweep.script]
-            try:
-                settings = thunk.parse(variant)
-            except (UsageError, ValueError, RecursionError) as e:
-                raise UsageError(f"params: {e}") from e
-            seed = variant.pop("seed", settings.get("seed", 0))
-            if not str(seed).isdecimal():  # it becomes a part of a path
-                raise UsageError(f"params: seed: expected an int of at least 0, got {seed!r}")
-            run = launch.Run(thunk, name, seed, variant, settings, 1, sweep.data_dir, stamp)
-            if len(run.directory.name) > 200:
-                raise UsageError(
-                    f"params: {run.directory.name[:60]}... is too long for a file name"
-                )
-            run.num_cpu = _ranks(sweep, run)
-            runs.append(run)
-
+            runs.append(_make_run(sweep, thunk, own.variant_name(variant), variant, stamp))
     seen = set()
     for run in runs:
         key = str(run.directory).lower()  # some file systems do not tell case apart
@@ -319,6 +296,25 @@ def _plan(sweep):
             raise UsageError(f"params: two runs would share the directory {run.directory}")
         seen.add(key)
     return runs
+
+
+def _make_run(sweep, thunk, name, params, stamp):
+    try:
+        settings = thunk.parse(params)
+    except (ValueError, RecursionError) as e:
+        raise UsageError(f"params: {e}") from e
+    if len(name) > MAX_NAME:
+        raise UsageError(f"params: {name[:60]}... is too long for a name")
+    params.pop("seed", None)
+    seed = settings.get("seed", 0)
+    if not isinstance(seed, int) or seed < 0:  # it becomes a part of a path
+        raise UsageError(f"params: seed: expected an int of at least 0, got {seed!r}")
+    ranks = sweep.num_cpu
+    if ranks == "auto":  # this worker's share of the cores, as far as it divides the work
+        ranks = max(1, cores() // sweep.workers)
+        while any(settings.get(name, 0) % ranks for name in ("steps_per_epoch", "batch_size")):
+            ranks -= 1
+    return launch.Run(thunk, name, seed, params, settings, ranks, sweep.data_dir, stamp)
 
 
 def _is_meant(sweep, key, thunk):
@@ -334,35 +330,18 @@ def _check_keys(sweep, thunks):
             patterns = " ".join(sweep.only[key])
             raise UsageError(f"params.{key}: scripts: {patterns} is none of the sweep's scripts")
         lack = [thunk for thunk in meant if not thunk.takes(name)]
-        if key == sweep.script or not lack:
+        if not lack:
             continue
-        if lack == meant:
-            lack[0].parse({name: None})  # says what is wrong with it
         names = ", ".join(thunk.name for thunk in lack)
+        if lack == meant:
+            raise UsageError(f"params: there is no argument {flag(name)} of {names}")
         sweep.notes.append(f"{name} is left out where there is no such argument: {names}")
-
-
-def _ranks(sweep, run):
-    """Ranks of a run. "auto": this worker's share of the cores, as far as it divides the work."""
-    if sweep.num_cpu != "auto":
-        return sweep.num_cpu
-    try:
-        ranks = run.read_config().get("ranks")
-    except (OSError, ValueError):
-        ranks = None
-    if type(ranks) is int and ranks > 0:
-        return ranks  # a run that was begun on other cores goes on with as many ranks
-    n = max(1, cores() // sweep.workers)
-    while any(run.settings.get(name, 0) % n for name in ("steps_per_epoch", "batch_size")):
-        n -= 1
-    return n
 
 
 def read_sweep(path):
     """A sweep from a TOML file. UsageError if its keys are not those of a sweep."""
     try:
-        found = Path(path) if Path(path).exists() else ROOT / path
-        data = tomllib.loads(read_text(found if found.exists() else path))
+        data = tomllib.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as e:
         raise UsageError(f"{path}: {e.strerror if isinstance(e, OSError) else e}") from e
     known = ("name", "script", "num_cpu", "workers", "data_dir", "datestamp", "params", "slurm")
@@ -404,38 +383,32 @@ def _add_param(grid, only, key, value):
 
 def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
     """Run a sweep, or submit it to Slurm. Returns the exit code: 0 if all runs are finished."""
-    runs = plan(sweep)
-    name = sweep.grid.name
+    runs, name = plan(sweep), sweep.grid.name
     if use_slurm and sweep.datestamp:
         raise UsageError("datestamp: a job that Slurm starts again could not find its run")
+    for run in runs:
+        check_inside(sweep.data_dir, run.log)
+        if not use_slurm:
+            launch.command(run)  # raises where there is no mpirun
     if not dry_run:
         try:
             Path(sweep.data_dir).mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise UsageError(f"cannot write to {sweep.data_dir}: {e.strerror}") from e
-        if not os.access(sweep.data_dir, os.W_OK):
-            raise UsageError(f"cannot write to {sweep.data_dir}")
         scripts = sorted({run.thunk.name for run in runs})
         counts = len(runs), len({run.exp_name for run in runs})
         sweep.grid.print(scripts if len(scripts) > 1 else (), counts)
     for note in sweep.notes:
         launch.say(f"# {note}")
-    for run in runs:
-        if not use_slurm:
-            launch.command(run)  # raises where there is no mpirun
-        old = run.directory
-        changed = launch.place(run)
-        if changed and not dry_run:
-            launch.say(f"{old} holds another run ({changed}); this one goes to {run.directory}")
     if use_slurm:
-        launch.say(slurm.submit(runs, name, sweep.slurm, sweep.data_dir, retry_failed, dry_run))
+        options = slurm.check(sweep.slurm)
+        launch.say(slurm.submit(runs, name, options, sweep.data_dir, retry_failed, dry_run))
         return 0
     if dry_run:
+        todo = launch.sort_out(runs, retry_failed)
         for run in runs:
-            word, detail = launch.status(run)
-            skipped = word in ("finished", "in use") or (word == "failed" and not retry_failed)
-            launch.say(f"# {run.directory}: {word}{' (' + detail + ')' if detail else ''}")
-            launch.say(f"{'# ' if skipped else ''}{shlex.join(launch.command(run))}")
+            launch.say(f"# {run.directory}: {run.outcome}{': ' * bool(run.detail)}{run.detail}")
+            launch.say(f"{'' if run in todo else '# '}{shlex.join(launch.command(run))}")
         return 0
 
     began = time.monotonic()
@@ -444,20 +417,12 @@ def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
     if not all(run.outcome.startswith("finished") for run in runs):
         return 128 + signum if signum else 1
     here = os.path.relpath(Path(__file__).parent)
-    launch.say(f"\nPlot it:  {shlex.join(['python', f'{here}/plot.py', *logdirs(runs, name)])}")
+    logdir = os.path.commonprefix([str(run.directory.parent) for run in runs])  # noqa: RUF071
+    launch.say(f"\nPlot it:  {shlex.join(['python', f'{here}/plot.py', logdir])}")
     if isinstance(runs[0].thunk, flags.Script):
         words = ["python", f"{here}/test_policy.py", str(runs[0].directory)]
         launch.say(f"Watch it: {shlex.join(words)}")
     return 0
-
-
-def logdirs(runs, name):
-    """What to give to plot.py: a beginning of names if it stands for these runs and no others."""
-    own = {run.directory.parent for run in runs}
-    start = next(iter(own)).parent / f"{name}_"
-    if set(start.parent.glob(f"{start.name}*")) == own:
-        return [str(start)]
-    return sorted(map(str, own))
 
 
 # ------------------------------------------------------------------------------------ command line

@@ -14,11 +14,11 @@ import subprocess
 import sys
 import time
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, load_script, processes, read_status, run, wait_for
+from conftest import ROOT, contents, processes, read_status, run, wait_for
 
 from benchmark import flags, grid, launch, plot
 from common import UsageError
@@ -80,42 +80,24 @@ NAMES = [
     ("ppo", [("env_id", "Hopper-v4")], "ppo"),
     ("ppo", [("env_id", ["Hopper-v4", "Ant-v4"])], "ppo_envhopper-v4 ppo_envant-v4"),
     ("ppo", [("env_id", "Ant-v4", None, True), ("gamma", 0.99)], "ppo_envant-v4"),
-    ("", [("env_id", ["Hopper-v4"], "", True)], "hopper-v4"),
     ("", [("lam", [0.9, 0.97]), ("gamma", 1, None, True)], "lam0-9_gam1 lam0-97_gam1"),
     ("_x_", [("lr", [1e-3, 3e-4])], "x__lr0-001 x__lr0-0003"),
-    ("A.b", [("lr", [1, 2])], "A.b_lr1 A.b_lr2"),
     ("lr", [("pi_lr", [1e-5, 0.00001234, 1e20])], "lr_pi1e-05 lr_pi1-234e-05 lr_pi1e-20"),
-    ("q", [("q_lr", [0.5, 1]), ("polyak", [0.995])], "q_ql0-5 q_ql1"),
     ("neg", [("fail_at", [-1, -0.5])], "neg_fai-1 neg_fai-0-5"),
-    ("inf", [("clip", [float("inf"), float("nan")])], "inf_cliinf inf_clinan"),
     ("n", [("hidden_sizes", [[32], [64, 64], []], "hid")], "n_hid32 n_hid64-64 n_hid"),
-    ("n", [("hidden_sizes", [(32,), (64, 64)])], "n_hid32 n_hid64-64"),
     ("n", [("hidden_sizes", (64, 64), None, True)], "n_hid64-64"),
-    ("n", [("hidden_sizes", (64, 64))], "n"),
     ("n", [("ac_kwargs:hidden_sizes", [[[8], (4, 2)], [[1]]])], "n_ac-hid8-4-2 n_ac-hid1"),
-    ("k", [("env_kwargs:reset_noise", [0.1, 0.2]), ("lam", 1)], "k_env-res0-1 k_env-res0-2"),
     ("k", [("a:bc:def_g", [1]), ("a:bc:_h", [2, 3])], "k_a-bc-h2 k_a-bc-h3"),
-    ("k", [("A9:_", [0, 1])], "k_a9-0 k_a9-1"),
     ("k", [("env_kwargs", {"size": 5}, None, True)], "k_env--size---5-"),
-    ("k", [("env_kwargs:seed", [0, 1]), ("seed", [0, 1])], "k_env-see0 k_env-see1"),
-    ("s", [("seed", [0, 1], "sd", True)], "s"),
+    ("k", [("env_kwargs:seed", [0, 1]), ("seed", [0, 1], "sd", True)], "k_env-see0 k_env-see1"),
     ("b", [("compile", [True, False]), ("seed", [7])], "b_com b"),
     ("b", [("compile", True, None, True), ("norm_obs", False, None, True)], "b_com"),
-    ("b", [("compile", [True, 0])], "b_comtrue b_com0"),
-    ("b", [("flag", [True, False], "")], "b_ b"),
     ("no", [("target_kl", [None, 0.01]), ("device", "", "", True)], "no_tarnone_ no_tar0-01_"),
-    ("sh", [("activation", ["tanh", "relu"], "")], "sh_tanh sh_relu"),
     ("sh", [("clip_ratio", [0.1, 0.2], "Clip(eps)")], "sh_clip-eps-0-1 sh_clip-eps-0-2"),
-    ("sh", [("gamma", [0.9, 1.0], "g/a m.")], "sh_g-a-m-0-9 sh_g-a-m-1-0"),
-    ("str", [("env", ["my_pkg:MyEnv-v0", "A/B-v5"])], "str_envmy_pkg-myenv-v0 str_enva-b-v5"),
     ("str", [("note", ["A (b)/c", "x.y~z", "É_é"])], "str_nota--b--c str_notx-y-z str_not-_-"),
-    ("s", [("note", "ab", None, True), ("no", ["1e-3", "a,b"])], "s_notab_no1e-3 s_notab_noa-b"),
-    ("f", [("act", ["torch.nn.Tanh", Tanh, max])], "f_acttorch-nn-tanh f_acttanh f_actmax"),
-    ("f", [("ac", [[Tanh, max], (min,)], "ac")], "f_actanh-max f_acmin"),
+    ("f", [("ac", [[Tanh, max], (min,), "nn.Tanh"])], "f_actanh-max f_acmin f_acnn-tanh"),
     ("np", [("lam", [np.float64(0.5), np.int64(3), np.str_("X")])], "np_lam0-5 np_lam3 np_lamx"),
-    ("path", [("load", [PurePosixPath("/a/b.pt"), "c"])], "path_loa-a-b-pt path_loac"),
     ("o", [("z", [1, 2]), ("a", [True, False], "M")], "o_z1_m o_z1 o_z2_m o_z2"),
-    ("up", [("L2_reg", [1]), ("x", ["UPPER", "Lower"])], "up_xupper up_xlower"),
 ]
 # fmt: on
 
@@ -189,16 +171,7 @@ def test_the_sweeps_fit_their_scripts(path):
     for command in re.findall(r"plot.py data/(\S+)", path.read_text()):
         assert command == sweep.grid.name
     scripts = {run.thunk.name for run in runs}
-    if path.stem == "smoke":
-        assert scripts == {script.stem for script in SCRIPTS} and len(runs) == 12
-    if path.stem.startswith("spinning_up"):  # the published settings, of 3 million steps
-        assert len(runs) == 300 and len(scripts) == 6
-        sizes, activation = ([64, 32], "tanh") if "on_policy" in path.stem else ([256, 256], "relu")
-        for r in runs:
-            assert r.settings["steps_per_epoch"] * r.epochs == 3_000_000
-            assert (r.settings["hidden_sizes"], r.settings["activation"]) == (sizes, activation)
-        assert len({r.params["env_id"] for r in runs}) == 5
-        assert {r.seed for r in runs} == set(range(10))
+    assert path.stem != "smoke" or scripts == {script.stem for script in SCRIPTS}
 
 
 # ------------------------------------------------------------------------------------------ checks
@@ -207,87 +180,62 @@ def test_the_sweeps_fit_their_scripts(path):
 BAD = {  # a word of the message: what is wrong, at the top of a sweep
     "": ["= 3", "a = " + "[" * 5000],
     "colour": ["colour = 1"],
-    "name": ["name = 5", 'name = "../up"', 'name = ""', 'name = "_"'],
-    "workers": ["workers = 0", "workers = true", "workers = 1.5"],
+    "name": ["name = 5", 'name = "../up"', 'name = ""'],
+    "workers": ["workers = 0", "workers = true"],
     "num_cpu": ["[params]\nnum_cpu = 2"],
     "--num-cpu": ['num_cpu = "all"'],
-    "--data-dir": ["data_dir = 3"],
     "datestamp": ["datestamp = 1"],
     "script": ["script = []", "script = 3"],
     "algos/dqn_torch.py": ['script = "algos/dqn_torch.py"'],
     "no_such": ['script = "no_such:function"', 'script = "math:no_such"'],
     "params": ["params = 3"],
     "slurm": ["[slurm]\nqueue = 'x'"],
-    "slurm.time": ["[slurm]\ntime = [1]"],
-    "slurm.partition": ["[slurm]\npartition = 'a b; rm'"],
-    "slurm.launcher": ["[slurm]\nlauncher = 'ssh'"],
-    "slurm.directives": ["[slurm]\ndirectives = ['x\\ny']"],
-    "slurm.signal": ["[slurm]\nsignal = 0"],
+    "slurm: --time": ["[slurm]\ntime = [1]"],
+    "slurm: --launcher": ["[slurm]\nlauncher = 'ssh'"],
 }
 BAD_PARAMS = {  # the same, in [params]
-    "--gama (perhaps --gamma?)": ["gama = 0.9"],
-    "--pi-lr": ["pi_lr = [1e20, 1e-20]"],
-    "--gamma": ["gamma = nan", "gamma = 1979-05-27", 'gamma = ["high"]', '"gamma:x" = 1'],
+    "no argument --gama of fake_script": ["gama = 0.9"],
+    "--gamma": ["gamma = nan", 'gamma = ["high"]', '"gamma:x" = 1', "gamma = true"],
     "--gamma must be between 0 and 1": ["gamma = 2"],
     "--env-kwargs": ["env_kwargs = {a = nan}", "env_kwargs = {a = 07:32:00}"],
-    "env-kwargs": ['"env_kwargs:a" = inf'],
     "--epochs": ["epochs = 2.5", "epochs = 0"],
-    "--seed": ["seed = [-1]"],
     "--compile": ["compile = 1"],
     "[[64, ...]]": ["hidden_sizes = [64, 64]"],
-    "--hidden-sizes": ["hidden_sizes = [[64, 1.5]]"],
-    "--activation": ['activation = "gelu"'],
     "--env-id": ['env_id = "a\\u0000b"'],
     "NoSuch-v4": ['env_id = ["Ant-v4", "NoSuch-v4"]'],
     "no_such_package": ['env_id = "no_such_package:Env-v0"'],
     "exp_name": ['exp_name = "x"'],
-    "resume": ["resume = true"],
     "params.env_kwargs:": ['"env_kwargs:" = 1'],
     "directory": ["seed = [0, 0]", "alpha = [1e20, 1e-20]"],
     "runs": [f"seed = {list(range(101))}\nepochs = {list(range(1, 101))}"],
-    "too long": [f'gamma = {{vals = [0.9, 1], shorthand = "{"x" * 300}"}}'],
-    "params.gamma": ["gamma = []", "gamma = {vals = []}"] + [
-        f"gamma = {{vals = [1], {more}}}" for more in (
-        "short = 1", "shorthand = 1", "in_name = 1", 'scripts = "fake*"', 'scripts = ["x_*"]')
-    ],
+    "params.gamma": ["gamma = []", "gamma = {vals = [1], short = 1}",
+                     'gamma = {vals = [1], scripts = ["x_*"]}'],
+}
+LINES = {  # the same, on a command line
+    "missing.toml": ["missing.toml"], "missing.py": ["missing.py"], "sweep": ["--gamma 1", ""],
+    "one sweep": ["bad.toml b.toml"], "--gama": [f"{FAKE} --gama 1"],
+    "--gamma": ["bad.toml --gamma 1", f"{FAKE} --gamma", f"{FAKE} --gamma 0.9 --gamma 0.8"],
+    "--workers": [f"{FAKE} --workers 0", f"{FAKE} --workers"], "x": [f"{FAKE} --dry-run x"],
+    "cannot write to bad.toml/data": [f"{FAKE} --data-dir bad.toml/data"],
+    "too long": [f"{FAKE} --gamma[{'x' * 300}] 0.9 1"],
 }
 # fmt: on
-CASES = [(text, word) for word, texts in BAD.items() for text in texts]
-CASES += [(f"[params]\n{text}", word) for word, texts in BAD_PARAMS.items() for text in texts]
+CASES = [(text, "bad.toml", word) for word, texts in BAD.items() for text in texts]
+CASES += [
+    (f"[params]\n{text}", "bad.toml", word) for word, texts in BAD_PARAMS.items() for text in texts
+]
+CASES += [("", line, word) for word, lines in LINES.items() for line in lines]
 
 
-@pytest.mark.parametrize("text, word", CASES)
-def test_bad_sweeps_are_one_line_and_launch_nothing(main, monkeypatch, text, word):
+@pytest.mark.parametrize("text, line, word", CASES, ids=range(len(CASES)))
+def test_bad_sweeps_and_lines_are_one_line_and_launch_nothing(main, monkeypatch, text, line, word):
     head = "" if text.startswith("script") else f'script = "{FAKE}"\n'
     Path("bad.toml").write_text(head + text)
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("launched"))
-    code, _, said = main("bad.toml")
-    assert code == 2
-    assert said.startswith("grid.py: error: bad.toml: ") and said.count("\n") == 1
-    assert word in said
-    assert os.listdir() == ["bad.toml"]
-
-
-# fmt: off
-LINES = {
-    "missing.toml": "missing.toml", "missing.py": "missing.py", "a.toml b.toml": "one sweep",
-    "a.toml --gamma 1": "--gamma", "--gamma 1": "sweep", "": "sweep",
-} | {f"{FAKE} {line}": word for line, word in {
-    "--gama 1": "--gama", "--gamma 2": "--gamma", "--gamma": "--gamma",
-    "--gamma 0.9 --gamma 0.8": "--gamma", "--workers 0": "workers", "--workers x": "--workers",
-    "--workers": "--workers", "--num-cpu x": "--num-cpu", "--dry-run x": "x", "--name a/b": "name",
-    "--env NoSuch-v0": "NoSuch", "--data-dir a.toml/data": "cannot write to a.toml/data",
-}.items()}
-# fmt: on
-
-
-@pytest.mark.parametrize("line, word", LINES.items())
-def test_bad_command_lines(main, line, word):
-    Path("a.toml").write_text(f'script = "{FAKE}"')
     code, _, said = main(*line.split())
-    assert code == 2 and word in said
-    assert said.startswith("grid.py: error: ") and said.count("\n") == 1
-    assert os.listdir() == ["a.toml"]
+    assert code == 2 and said.startswith("grid.py: error: ") and said.count("\n") == 1
+    assert word in said and (not text or "bad.toml" in said)
+    assert os.listdir() == ["bad.toml"]
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -352,8 +300,8 @@ def test_dry_run_prints_commands_and_makes_nothing(main, tmp_path):
     subprocess.run(commands[0], check=True)
     assert read_status(tmp_path / "data/sweep/sweep_s0")["status"] == "finished"
     _, out, _ = main(sweep, "--dry-run")
-    assert "sweep_s0: finished\n# " in out
-    assert re.search(r"sweep_s1: new\n['/]", out)  # quoted where the path holds a space
+    assert "sweep_s0: finished before\n# " in out
+    assert re.search(r"sweep_s1: not started\n['/]", out)  # quoted where the path holds a space
 
 
 # ------------------------------------------------------------------------------------ many scripts
@@ -380,16 +328,6 @@ def test_arguments_go_to_the_scripts_that_have_them(tmp_path, monkeypatch):
         grid.plan(grid.read_sweep("a.toml"))
 
 
-def test_torch_only_flags_in_a_sweep_of_both_frameworks(main):
-    lines = 'script = ["algos/ppo_torch.py", "algos/ppo_tf1.py"]\n[params]\ncompile = false\n'
-    Path("a.toml").write_text(lines)
-    code, out, _ = main("a.toml", "--dry-run")
-    assert code == 0
-    assert out.count("# compile is left out where there is no such argument: ppo_tf1\n") == 1
-    torch, tf1 = [line for line in out.splitlines() if line[0] != "#"]
-    assert "ppo_torch.py" in torch and "--no-compile" in torch and "compile" not in tf1
-
-
 # ------------------------------------------------------------------------------------------ running
 
 
@@ -410,14 +348,10 @@ def test_a_sweep_runs_all_and_a_second_time_none(main, tmp_path):
             assert config["hidden_sizes"] == [8, 4] and config["env_kwargs"] == {"x": -1.5}
             assert "mpirun" in (directory / "launch.log").read_text().splitlines()[0]
     # The hint shows this sweep and nothing else.
-    logdirs = re.search(r"Plot it:  python \S+/plot.py (.*)", out)[1]
-    made = {str(p) for p in tmp_path.glob("data/sweep_env*")}
-    assert set(plot.expand_logdirs(shlex.split(logdirs))) == made and len(made) == 2
-    Path("data/sweep_old").mkdir()
+    logdir = shlex.split(re.search(r"Plot it:  python \S+/plot.py (.*)", out)[1])
+    assert len(plot.expand_logdirs(logdir)) == 2
     code, out, _ = main("a.toml")
     assert code == 0 and "sweep: 4 runs, 4 finished before, in" in out
-    logdirs = re.search(r"Plot it:  python \S+/plot.py (.*)", out)[1]
-    assert set(plot.expand_logdirs(shlex.split(logdirs))) == made
     logs = [path.read_text() for path in tmp_path.glob("data/*/*/launch.log")]
     assert len(logs) == 4 and all(log.count("--- ") == 1 for log in logs)
 
@@ -433,43 +367,26 @@ def test_more_epochs_make_a_run_longer_and_fewer_leave_it(main, tmp_path):
     assert progress(directory, time=True) == longer
 
 
-def test_a_finished_run_without_checkpoints_is_not_made_longer_but_run_anew(main, tmp_path):
+def test_a_run_with_other_arguments_is_left_as_it_is(main, tmp_path):
     sweep = tmp_path / "a.toml"
-    assert main(write_sweep(sweep, "epochs = 3\nforget = true"))[0] == 0
-    first = progress(tmp_path / "data/sweep/sweep_s0", time=True)
-    code, out, _ = main(write_sweep(sweep, "epochs = 5\nforget = true"))
-    assert code == 0 and "epochs was 3, is 5" in out
-    assert progress(tmp_path / "data/sweep/sweep_s0", time=True) == first
-    assert len(progress(next(tmp_path.glob("data/sweep_*/*")))) == 6
-    assert "1 finished before" in main(sweep)[1]
-
-
-def test_a_changed_argument_is_a_new_run_beside_the_old(main, tmp_path):
-    sweep = tmp_path / "a.toml"
-    assert main(write_sweep(sweep, "gamma = 0.9\nseed = [0, 1]"))[0] == 0
-    old = {p: p.read_text() for p in tmp_path.glob("data/*/*/*.json")}
+    assert main(write_sweep(sweep, "gamma = 0.9"))[0] == 0
+    old = contents(tmp_path / "data")
     code, out, _ = main(write_sweep(sweep, "gamma = 0.8\nseed = [0, 1]"))
-    assert code == 0 and "gamma was 0.9, is 0.8" in out and "2 runs, 2 finished, in" in out
-    assert {p: p.read_text() for p in old} == old
-    new = [p for p in tmp_path.glob("data/*/*/config.json") if p not in old]
-    assert len(new) == 2 and len({p.parent.parent for p in new}) == 1
-    assert {json.loads(p.read_text())["gamma"] for p in new} == {0.8}
-    # Both are found again; and another number of ranks is another run as well.
-    assert "2 finished before" in main(sweep)[1]
-    assert "2 finished before" in main(write_sweep(sweep, "gamma = 0.9\nseed = [0, 1]"))[1]
+    assert code == 1 and "1 another run, 1 finished" in out and "gamma was 0.9, is 0.8" in out
+    assert old.items() <= contents(tmp_path / "data").items()
     assert "ranks was 1, is 2" in main(write_sweep(sweep, "gamma = 0.9"), "--num-cpu", 2)[1]
 
 
 def test_a_failed_run_stops_no_other_and_is_retried_on_request(main, tmp_path):
     sweep = write_sweep(tmp_path / "a.toml", "fail_at = [-1, 1]\nseed = [0, 1]")
     code, out, _ = main(sweep)
-    assert code == 1 and "4 runs, 2 finished, 2 failed, in" in out and "--retry-failed" in out
+    assert code == 1 and "4 runs, 2 failed, 2 finished, in" in out and "--retry-failed" in out
     directory = tmp_path / "data/sweep_fai1/sweep_fai1_s1"
     part = out[out.index(f"failed: {directory}") :]
     assert "exit code 1: RuntimeError: it broke" in part.splitlines()[0]
     assert "    RuntimeError: it broke" in part and f"    log: {directory}/launch.log" in part
     code, out, _ = main(sweep)
-    assert code == 1 and "2 finished before, 2 failed before" in out and "--retry-failed" in out
+    assert code == 1 and "2 failed before, 2 finished before" in out and "--retry-failed" in out
     assert (directory / "launch.log").read_text().count("--- ") == 1
     (tmp_path / "data" / "fixed").write_text("")
     code, out, _ = main(sweep, "--retry-failed")
@@ -479,7 +396,7 @@ def test_a_failed_run_stops_no_other_and_is_retried_on_request(main, tmp_path):
 
 def test_a_run_that_refuses_its_arguments_is_a_failure_with_its_words(main, tmp_path):
     code, out, _ = main(write_sweep(tmp_path / "a.toml", "refuse = [true, false]"))
-    assert code == 1 and "1 finished, 1 failed" in out and "exit code 2" in out
+    assert code == 1 and "1 failed, 1 finished" in out and "exit code 2" in out
     assert "    fake_script.py: error: refused" in out
 
 
@@ -608,7 +525,7 @@ def test_functions_run_with_their_arguments_under_mpirun(module, tmp_path):
         assert read(directory)["exp_name"] == name
         expected = setup_logger_kwargs(name, 0, str(tmp_path / "data"))
         assert Path(expected["output_dir"]) == directory
-        assert read(directory, "call.json")["status"] == "finished"
+        assert read_status(directory / "call")["status"] == "finished"
     assert (tmp_path / "plain").read_text() == "[1, 2]"
     done = run(module, cwd=tmp_path)
     assert "2 runs, 2 finished before, in" in done.stdout
@@ -639,7 +556,7 @@ def test_functions_by_name(module, main, tmp_path, monkeypatch):
     wait_for(lambda: (tmp_path / "data/stop/stop_s3/seen").exists())
     process.send_signal(signal.SIGTERM)
     assert "1 interrupted" in process.communicate(timeout=30)[0]
-    assert read(tmp_path / "data/stop/stop_s3", "call.json")["status"] == "running"
+    assert read_status(tmp_path / "data/stop/stop_s3/call")["status"] == "running"
     module.write_text(module.read_text().replace("time.sleep(wait)", ""))
     assert main(*words, "--wait", "600", "--name", "stop")[0] == 0
 
@@ -685,25 +602,6 @@ def test_scripts_from_python(tmp_path, monkeypatch):
     assert not grid.call_experiment("two", str(FAKE), data_dir="out", fail_at=0)
     with pytest.raises(UsageError, match="gama"):
         grid.call_experiment("three", str(FAKE), gama=0.9)
-
-
-def test_train_of_a_script_is_the_script():
-    thunk = flags.find(load_script("ppo_torch").train)
-    assert isinstance(thunk, flags.Script) and thunk.path == ROOT / "algos" / "ppo_torch.py"
-
-
-def test_the_thunk_may_be_a_key(module, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    g = grid.ExperimentGrid("x")
-    g.add("seed", [0, 1])
-    g.add("algo", [flags.load(str(tmp_path), "my_module", "my_train"), str(FAKE)])
-    g.add("lr", 1)
-    runs = grid.plan(grid.Sweep(g, "algo"))
-    fake = "x_alg" + grid.valid_str(str(FAKE))
-    assert [(r.thunk.name, r.exp_name, r.seed, r.params) for r in runs] == [
-        *(("my_train", "x_algmy_train", seed, {"lr": 1}) for seed in (0, 1)),
-        *(("fake_script", fake, seed, {}) for seed in (0, 1)),
-    ]
 
 
 def test_an_environment_of_ones_own_is_found(main, tmp_path):
@@ -772,19 +670,13 @@ def test_a_killed_sweep_leaves_no_process_and_ends_with_the_same_numbers(main, t
         assert [row[1] for row in rows[1:]] == [str(100 * seed + k) for k in range(1, 5)]
 
 
-@pytest.mark.parametrize("columns", ["80", "40"])
-def test_the_overview_in_a_terminal(tmp_path, columns):
-    sweep = write_sweep(
-        tmp_path / "a.toml", "seed = [0, 1]\nepoch_seconds = 0.4\nfail_at = [-1, 1]"
-    )
+def test_the_overview_in_a_terminal(tmp_path):
+    params = "seed = [0, 1]\nepoch_seconds = 0.4\nfail_at = [-1, 1]"
+    sweep = write_sweep(tmp_path / "a.toml", params)
     main, side = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, str(GRID), str(sweep)],
-        cwd=tmp_path,
-        stdout=side,
-        stderr=side,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": columns, "LINES": "24"},
-    )
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    words = [sys.executable, str(GRID), str(sweep)]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=side, stderr=side, env=env)
     os.close(side)
     seen = b""
     while part := _read(main):
@@ -792,9 +684,9 @@ def test_the_overview_in_a_terminal(tmp_path, columns):
     os.close(main)
     assert process.wait(30) == 1
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen.decode())
-    assert re.search(r"\n *fai-1_s0 .*[12]/3 +(return )?[12]\.0 ", text)
+    assert re.search(r"\n *fai-1_s0 +epoch [12]/3 +0:00:0\d +return [12]\.0", text)
     assert re.search(r"sweep: [12] of 4 finished", text)  # which of these are seen is chance
-    assert "4 runs, 2 finished, 2 failed" in text.replace("\r\n", " ")
+    assert "4 runs, 2 failed, 2 finished" in text.replace("\r\n", " ")
 
 
 def _read(file):
