@@ -101,7 +101,7 @@ def collect(logdirs, results=RESULTS, drop=()):
     runs, curves = {}, {}
     for frame in plot.get_all_datasets(logdirs):
         config, directory = frame.attrs["config"], Path(frame.attrs["run_dir"])
-        if not frame["Algo"].iloc[0]:
+        if not frame.attrs["algo"]:
             plot.warn(f"left out {directory}: not a run of one of the twelve scripts")
             continue
         table = pd.DataFrame({"steps": frame["TotalEnvInteracts"].astype(int)})
