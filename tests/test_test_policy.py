@@ -160,17 +160,15 @@ def test_neither_torch_nor_tensorflow_is_imported(tmp_path):
 
 def test_earlier_saves_by_epoch_and_the_best(tmp_path, capsys):
     run = write_run(tmp_path / "run", arrays([4, 2], "categorical"), "CartPole-v1")
-    for name, epoch in (("3", 3), ("000005", 5), ("best", 4)):
+    for name, epoch in (("3", 3), ("5", 5), ("best", 4)):
         saved = arrays([4, 2], "categorical", seed=epoch)
         np.savez(run / f"policy_{name}.npz", **{**saved, "epoch": epoch})
-    found = {itr: tp.find_policy(run, itr)["epoch"] for itr in ("last", -1, 7, 3, 5, "best")}
-    assert found == {"last": 7, -1: 7, 7: 7, 3: 3, 5: 5, "best": 4}
+    found = {itr: tp.find_policy(run, itr)["epoch"] for itr in ("last", -1, 3, 5, "best")}
+    assert found == {"last": 7, -1: 7, 3: 3, 5: 5, "best": 4}
     tp.main([str(run), "-n", "1", "-nr", "-i", "best"])
     assert "after epoch 4" in capsys.readouterr().out
-    (run / "policy_best.npz").unlink()
-    for itr in ("best", 4):
-        with pytest.raises(UsageError, match=r"there are: 3, 5, 7 .*--snapshots"):
-            tp.load_policy(run, itr)
+    with pytest.raises(UsageError, match=r"only policy.npz, policy_3.npz, .*--snapshots"):
+        tp.load_policy(run, 4)
 
 
 @pytest.mark.parametrize(
@@ -292,17 +290,16 @@ def test_files_that_hold_no_policy(tmp_path, change, word):
     ("args", "word"),
     [
         (["missing"], "missing"),
-        (["nested"], "did you mean nested/run"),
         (["unknown"], "NoSuchEnv"),
         (["other"], "4 observations"),
         (["actions"], "3 discrete actions"),
         (["broken"], "config.json"),
-        (["nothing"], "has not saved that policy"),
+        (["nothing"], "no policy at all"),
         (["run", "--episodes", "0"], "--episodes"),
         (["run", "--len", "-1"], "--len"),
         (["run", "--render", "--video", "x"], "--video"),
         (["run", "--itr", "first"], "rror"),
-        (["run", "-i", "3"], "there are: 7"),
+        (["run", "-i", "3"], "only policy.npz"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, word):
@@ -314,7 +311,7 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, word):
         "unknown": "NoSuchEnv-v0",
     }.items():
         write_run(Path(name), good, env_id)
-    for name in ("nested/run", "broken", "nothing"):
+    for name in ("broken", "nothing"):
         write_run(Path(name), good, "CartPole-v1")
     write_run(Path("actions"), arrays([4, 3], "categorical"), "CartPole-v1")
     Path("broken/config.json").write_text("{")
