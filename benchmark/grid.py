@@ -52,15 +52,13 @@ import shlex
 import sys
 import time
 import tomllib
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # to find benchmark and common from any directory
-from rich.console import Console
-from rich.table import Table
-
 from benchmark import flags, launch, slurm
 from common import UsageError
 from common.args import PosInt, check_args, flag, help_text, parse_args
@@ -68,7 +66,7 @@ from common.mpi_tools import cores
 from common.run_dir import MAX_NAME
 from common.serialization import check_inside, printable, read_text
 
-MAX_RUNS = 10_000
+SWEEP_KEYS = ("name", "script", "num_cpu", "workers", "data_dir", "datestamp", "params", "slurm")
 # What Spinning Up calls some options and flags.
 OTHER_NAMES = {"cpu": "num_cpu", "dt": "datestamp", "exp_name": "name"}
 SHORT_FLAGS = {"env": "env_id", "hid": "hidden_sizes", "act": "activation"}
@@ -175,18 +173,12 @@ class ExperimentGrid:
         """
         seeds = len(self.vals[self.keys.index("seed")]) if "seed" in self.keys else 1
         total, seedless = counts or (len(self), len(self) // seeds)
-        table = Table(
-            title=f"ExperimentGrid [{self.name}]", title_justify="left", title_style="bold"
-        )
-        for name in ("parameter", "shorthand", "values"):
-            table.add_column(name, overflow="fold")
+        lines = [f"ExperimentGrid [{self.name}]"]
         for key, vals, sh, _ in [("script", scripts, "", 0)] * bool(scripts) + self.rows():
-            values = [getattr(v, "__name__", str(v)) for v in vals]
-            table.add_row(*map(printable, (key, sh, ", ".join(values))))
-        console = Console(markup=False, highlight=False)
-        with console.capture() as text:  # say() knows about closed pipes
-            console.print(table)
-        launch.say(f"{text.get()}{total} variants, counting seeds; {seedless} without seeds\n")
+            values = ", ".join(getattr(v, "__name__", str(v)) for v in vals)
+            lines.append("  " + printable(f"{key} [{sh}]: {values}", 1000))
+        lines.append(f"{total} variants, counting seeds; {seedless} without seeds\n")
+        launch.say("\n".join(lines))
 
     def run(self, thunk, num_cpu=1, data_dir=None, datestamp=False, workers=1, retry_failed=False):
         """Run all variants.
@@ -210,16 +202,7 @@ class ExperimentGrid:
         return run_sweep(sweep, retry_failed=retry_failed) == 0
 
 
-def call_experiment(
-    exp_name,
-    thunk,
-    seed=0,
-    num_cpu=1,
-    data_dir=None,
-    datestamp=False,
-    retry_failed=False,
-    **kwargs,
-):
+def call_experiment(exp_name, thunk, seed=0, num_cpu=1, data_dir=None, datestamp=False, **kwargs):
     """Run one experiment: `<data_dir>/<exp_name>/<exp_name>_s<seed>/`.
 
     kwargs: arguments of the script or function; a list is one value here. For the others, and what
@@ -228,7 +211,7 @@ def call_experiment(
     grid = ExperimentGrid(exp_name)
     for key, value in {"seed": seed, **kwargs}.items():
         grid.add(key, [value])
-    return grid.run(thunk, num_cpu, data_dir, datestamp, retry_failed=retry_failed)
+    return grid.run(thunk, num_cpu, data_dir, datestamp)
 
 
 # ------------------------------------------------------------------------------------------ sweeps
@@ -246,7 +229,6 @@ class Sweep:
     datestamp: bool = False
     slurm: dict = field(default_factory=dict)
     only: dict = field(default_factory=dict)  # key -> patterns of the scripts that take it
-    source: str = ""  # the file it came from, for messages
     notes: list = field(default_factory=list)  # of `plan`, for the user
 
     def scripts(self):
@@ -257,22 +239,15 @@ def plan(sweep):
     """All runs of a sweep, checked against the arguments of its scripts and functions.
 
     Raises:
-        UsageError: naming the file and what is wrong in it.
+        UsageError: saying what is wrong.
     """
-    try:
-        return _plan(sweep)
-    except UsageError as e:
-        raise UsageError(f"{sweep.source}: {e}" if sweep.source else str(e)) from e
-
-
-def _plan(sweep):
     grid = sweep.grid
     if not isinstance(grid.name, str) or not re.fullmatch(r"[^\W_][\w.()-]*", grid.name, re.ASCII):
         raise UsageError(f"name: a letter or digit, then letters, digits, -_.(), got {grid.name!r}")
     check_args(sweep)
+    slurm.check(sweep.slurm)
     if "GRID_IMPORTING" in os.environ:
         raise UsageError('a sweep must not start on import: put it under if __name__ == "__main__"')
-    slurm.check(sweep.slurm)
     thunks = [flags.find(script) for script in sweep.scripts()]
     if not thunks:
         raise UsageError("script: an empty list")
@@ -285,16 +260,11 @@ def _plan(sweep):
         for key, *row in grid.rows():
             if _is_meant(sweep, key, thunk) and thunk.takes(key.split(":")[0]):
                 own.add(key, *row)
-        if len(runs) + len(own) > MAX_RUNS:
-            raise UsageError(f"params: more than {MAX_RUNS} runs")
         for variant in own.variants():
             runs.append(_make_run(sweep, thunk, own.variant_name(variant), variant, stamp))
-    seen = set()
-    for run in runs:
-        key = str(run.directory).lower()  # some file systems do not tell case apart
-        if key in seen:
-            raise UsageError(f"params: two runs would share the directory {run.directory}")
-        seen.add(key)
+    for directory, n in Counter(run.directory for run in runs).items():
+        if n > 1:
+            raise UsageError(f"params: {n} runs would share the directory {directory}")
     return runs
 
 
@@ -309,11 +279,7 @@ def _make_run(sweep, thunk, name, params, stamp):
     seed = settings.get("seed", 0)
     if not isinstance(seed, int) or seed < 0:  # it becomes a part of a path
         raise UsageError(f"params: seed: expected an int of at least 0, got {seed!r}")
-    ranks = sweep.num_cpu
-    if ranks == "auto":  # this worker's share of the cores, as far as it divides the work
-        ranks = max(1, cores() // sweep.workers)
-        while any(settings.get(name, 0) % ranks for name in ("steps_per_epoch", "batch_size")):
-            ranks -= 1
+    ranks = max(1, cores() // sweep.workers) if sweep.num_cpu == "auto" else sweep.num_cpu
     return launch.Run(thunk, name, seed, params, settings, ranks, sweep.data_dir, stamp)
 
 
@@ -339,44 +305,40 @@ def _check_keys(sweep, thunks):
 
 
 def read_sweep(path):
-    """A sweep from a TOML file. UsageError if its keys are not those of a sweep."""
+    """A sweep from a TOML file. UsageError if it cannot be read, or has other keys."""
     try:
         data = tomllib.loads(read_text(path))
+        check_keys(data, SWEEP_KEYS)
+        params = data.pop("params", {})
+        if "script" not in data or not isinstance(params, dict):
+            raise ValueError("it needs a script, and a table if there are params")
+        sweep = Sweep(ExperimentGrid(data.pop("name", Path(path).stem)), **data)
+        for key, value in params.items():
+            _add_param(sweep, key, value)
+        return sweep
     except (OSError, ValueError, RecursionError) as e:
-        raise UsageError(f"{path}: {e.strerror if isinstance(e, OSError) else e}") from e
-    known = ("name", "script", "num_cpu", "workers", "data_dir", "datestamp", "params", "slurm")
-    try:
-        check_table(data, known, params=dict, slurm=dict)
-        if "script" not in data:
-            raise ValueError("script: missing")
-        grid, only = ExperimentGrid(data.pop("name", Path(path).stem)), {}
-        for key, value in data.pop("params", {}).items():
-            _add_param(grid, only, key, value)
-    except ValueError as e:
-        raise UsageError(f"{path}: {e}") from e
-    return Sweep(grid, source=str(path), only=only, **data)
+        raise UsageError(getattr(e, "strerror", None) or str(e)) from e
 
 
-def check_table(table, known, **types):
-    """Raise ValueError if a table has an unknown key, or a value of another type than given."""
-    for key, value in table.items():
+def check_keys(table, known):
+    """Raise ValueError if a table has a key that is not known."""
+    for key in table:
         if key not in known:
             raise ValueError(f"unknown key {key}; there are {', '.join(known)}")
-        if key in types and not isinstance(value, types[key]):
-            raise ValueError(f"{key}: expected a {types[key].__name__}, got {value!r}")
 
 
-def _add_param(grid, only, key, value):
-    """Add a key of [params], a value or in the long form, to the grid; its scripts to `only`."""
+def _add_param(sweep, key, value):
+    """Add a key of [params], a value or in the long form, to the sweep's grid."""
+    row = value if isinstance(value, dict) and "vals" in value else {"vals": value}
+    if isinstance(row["vals"], dict):
+        row["vals"] = [row["vals"]]
     try:
-        if not isinstance(value, dict) or "vals" not in value:
-            grid.add(key, [value] if isinstance(value, dict) else value)
-            return
-        known = ("vals", "shorthand", "in_name", "scripts")
-        check_table(value, known, shorthand=str, in_name=bool, scripts=list)
-        if "scripts" in value:
-            only[key] = [str(pattern) for pattern in value.pop("scripts")]
-        grid.add(key, **value)
+        check_keys(row, ("vals", "shorthand", "in_name", "scripts"))
+        scripts = row.pop("scripts", ["*"])
+        if not isinstance(scripts, list):
+            raise ValueError(f"scripts: expected a list, got {scripts!r}")
+        sweep.only[key] = [str(pattern) for pattern in scripts]
+        sweep.grid.add(key, **row)
     except ValueError as e:
         raise ValueError(f"params.{key}: {e}") from e
 
@@ -401,8 +363,7 @@ def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
     for note in sweep.notes:
         launch.say(f"# {note}")
     if use_slurm:
-        options = slurm.check(sweep.slurm)
-        launch.say(slurm.submit(runs, name, options, sweep.data_dir, retry_failed, dry_run))
+        launch.say(slurm.submit(runs, name, sweep.slurm, sweep.data_dir, retry_failed, dry_run))
         return 0
     if dry_run:
         todo = launch.sort_out(runs, retry_failed)
@@ -416,12 +377,6 @@ def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
     launch.say(f"\n{launch.summary(runs, name, time.monotonic() - began, signum)}")
     if not all(run.outcome.startswith("finished") for run in runs):
         return 128 + signum if signum else 1
-    here = os.path.relpath(Path(__file__).parent)
-    logdir = os.path.commonprefix([str(run.directory.parent) for run in runs])  # noqa: RUF071
-    launch.say(f"\nPlot it:  {shlex.join(['python', f'{here}/plot.py', logdir])}")
-    if isinstance(runs[0].thunk, flags.Script):
-        words = ["python", f"{here}/test_policy.py", str(runs[0].directory)]
-        launch.say(f"Watch it: {shlex.join(words)}")
     return 0
 
 
@@ -505,7 +460,7 @@ def read_value(word):
 
 
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
+    argv, source = sys.argv[1:] if argv is None else argv, ""
     if {"-h", "--help"} & set(argv):
         launch.say(help_text(Options))
         sys.exit(0)
@@ -514,13 +469,10 @@ def main(argv=None):
         options = take_options(found)
         if not heads:
             raise UsageError("expected a sweep file, a script or a function; see --help")
-        if str(heads[0]).endswith(".toml"):
-            if len(heads) > 1:
-                raise UsageError(f"one sweep at a time, got {' '.join(heads)}")
-            if found:
-                raise UsageError(
-                    f"{flag(next(iter(found)))} belongs into {heads[0]}: it is no option"
-                )
+        if heads[0].endswith(".toml"):
+            source = f"{heads[0]}: "
+            if heads[1:] or found:
+                raise UsageError("beside a sweep's file there may be options, see --help")
             sweep = read_sweep(heads[0])
         else:
             sweep = sweep_from_words(heads, found, options.name)
@@ -530,7 +482,7 @@ def main(argv=None):
                 setattr(sweep, name, getattr(options, name))
         sys.exit(run_sweep(sweep, options.retry_failed, options.dry_run, options.slurm))
     except UsageError as e:
-        print(f"grid.py: error: {printable(e, 1000)}", file=sys.stderr)
+        print(f"grid.py: error: {printable(f'{source}{e}', 1000)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:  # before any run was started
         sys.exit(130)

@@ -74,13 +74,12 @@ class Run:
         return {**fixed, "script": self.thunk.label, "ranks": self.num_cpu}
 
 
-def command(run, launcher=None):
-    """The run as a command line. `launcher`: the words before python; by default mpirun's."""
-    if launcher is None:
-        mpirun = find_mpirun()
-        if mpirun is None and run.num_cpu > 1:
-            raise UsageError(f"num_cpu = {run.num_cpu} needs mpirun, and there is none on PATH")
-        launcher = [mpirun, "-np", str(run.num_cpu)] if mpirun else []
+def command(run):
+    """The run as a command line."""
+    mpirun = find_mpirun()
+    if mpirun is None and run.num_cpu > 1:
+        raise UsageError(f"num_cpu = {run.num_cpu} needs mpirun, and there is none on PATH")
+    launcher = [mpirun, "-np", str(run.num_cpu)] if mpirun else []
     return [*launcher, sys.executable, *run.thunk.command(run)]
 
 
@@ -196,15 +195,10 @@ def start(run, cores=None):
     with open(run.log, "a", encoding="utf-8") as log:
         log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(words)}\n")
         log.flush()
-        return subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=prepare,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "SWEEP_DATESTAMP": run.stamp},
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        env = {**os.environ, "PYTHONUNBUFFERED": "1", "SWEEP_DATESTAMP": run.stamp}
+        more = {"start_new_session": True, "preexec_fn": prepare}
+        return subprocess.Popen(words, env=env, **streams, **more)
 
 
 def kill_tree(process):

@@ -8,13 +8,13 @@ prefix: `data/ppo` then stands for every directory in data/ whose name starts wi
 existing directory always wins over a prefix; `data/ppo_` leaves out data/ppo.
 
 Runs with the same `exp_name` (in config.json) are seeds of one experiment and make one curve. Each
-environment gets its own panel. A line is thin, and has no band, where only some of its seeds have
-arrived. Options are those of Spinning Up's plotter; `get_datasets`, `get_all_datasets` and
+environment gets its own panel. Options are those of Spinning Up's plotter; `get_datasets`, `get_all_datasets` and
 `make_plots` can be called from Python.
 """
 
 import dataclasses
 import functools
+import glob
 import io
 import os
 import re
@@ -44,7 +44,7 @@ CAPTION = (
     "Dashed: Spinning Up's published curves (2020), -v3 tasks: mean and standard deviation of "
 )
 CAPTION += "10 seeds, smoothed over 11 epochs."
-NO_EPISODE = "no episode finished within an epoch: use a larger --steps-per-epoch"
+NO_EPISODE = "no episode finished within an epoch: use a larger --steps-per-epoch, or plot CutEpRet"
 
 
 @dataclasses.dataclass
@@ -128,9 +128,7 @@ def get_datasets(logdir, condition=None, select=(), exclude=()):
             continue
         exp_name, env = config.get("exp_name"), config.get("env_id") or config.get("env_name")
         name = condition or (printable(exp_name, 200) if isinstance(exp_name, str) else "")
-        if not name:
-            name = printable(os.path.basename(os.path.abspath(run)), 200)
-            warn(f"{run}: no exp_name in config.json, plotted as {name}")
+        name = name or printable(os.path.basename(os.path.abspath(run)), 200)
         algo, _, framework = Path(str(config.get("script", ""))).stem.partition("_")
         units[name] = units.get(name, -1) + 1
         performance = "AverageTestEpRet" if "AverageTestEpRet" in frame else "AverageEpRet"
@@ -154,18 +152,12 @@ def expand_logdirs(logdirs):
     """
     found = []
     for logdir in logdirs:
-        base, prefix = os.path.split(logdir)
-        base = base or "."
-        if os.path.isdir(logdir):
-            matches = [logdir]
-        else:
-            names = sorted(os.listdir(base)) if os.path.isdir(base) and prefix else []
-            matches = [os.path.join(base, name) for name in names if name.startswith(prefix)]
-            matches = [match for match in matches if os.path.isdir(match)]
+        names = [logdir] if os.path.isdir(logdir) else sorted(glob.glob(glob.escape(logdir) + "*"))
+        matches = [name for name in names if os.path.isdir(name)]
         if not matches:
             raise ValueError(f"no directory is called {logdir} or starts with it")
         if len(matches) > 1:
-            warn(f"{logdir} stands for {' '.join(map(os.path.basename, matches))}")
+            warn(f"{logdir} stands for {' '.join(matches)}")
         found += [match for match in matches if match not in found]
     return found
 
@@ -295,14 +287,10 @@ def step_label(x, _=None):
 
 
 def draw_curve(ax, curve, color):
-    """The curve as far as all its runs go; thin and without a band where only some have arrived."""
-    x, center, low, high, n = curve.to_numpy().T
-    full = np.flatnonzero(n == n.max())[-1] + 1
-    style = {"marker": "o" if len(x) == 1 else None, "ms": 4, "label": curve.attrs["label"]}
-    ax.plot(x[:full], center[:full], color=color, lw=1.8, **style)
-    ax.fill_between(x[:full], low[:full], high[:full], color=color, alpha=0.18, lw=0)
-    if full < len(x):
-        ax.plot(x[full - 1 :], center[full - 1 :], color=color, lw=0.9, alpha=0.7)
+    x, center, low, high, _ = curve.to_numpy().T
+    marker = "o" if len(x) == 1 else None
+    ax.plot(x, center, color=color, lw=1.8, marker=marker, ms=4, label=curve.attrs["label"])
+    ax.fill_between(x, low, high, color=color, alpha=0.18, lw=0)
 
 
 def draw_references(ax, curves, colors):
@@ -341,24 +329,18 @@ def draw_figure(panels, xaxis, reference=False):
     rows = -(-len(panels) // columns)
     size = (4.6, 3.4) if len(panels) == 1 else (3.3 * columns, 2.7 * rows)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    ylabels = [" / ".join(dict.fromkeys(c.attrs["ylabel"] for c in curves)) for curves in panels]
     handles = {}
-    for i, (ax, curves) in enumerate(zip(axes.flat, panels, strict=False)):
+    for ax, curves in zip(axes.flat, panels, strict=False):
         for curve in curves:
             draw_curve(ax, curve, colors[curve.attrs["label"]])
         if reference:
             draw_references(ax, curves, colors)
         left, right = min(0, *(c.iloc[0, 0] for c in curves)), max(c.iloc[-1, 0] for c in curves)
         ax.set_xlim(left, right if right > left else None)
-        for axis in (ax.xaxis, ax.yaxis):
-            axis.set_major_locator(matplotlib.ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-            if axis is ax.xaxis or max(map(abs, ax.get_ylim())) >= 10_000:
-                axis.set_major_formatter(matplotlib.ticker.FuncFormatter(step_label))
-        ax.set_title(curves[0].attrs["env"])
-        if i >= len(panels) - columns:
-            ax.set_xlabel(AXIS_LABELS.get(xaxis, xaxis))
-        if i % columns == 0 or len(set(ylabels)) > 1:
-            ax.set_ylabel(ylabels[i])
+        ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        ax.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(step_label))
+        ax.set(title=curves[0].attrs["env"], xlabel=AXIS_LABELS.get(xaxis, xaxis))
+        ax.set_ylabel(" / ".join(dict.fromkeys(c.attrs["ylabel"] for c in curves)))
         handles |= {label: h for h, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     for ax in axes.flat[len(panels) :]:
         ax.axis("off")
@@ -394,20 +376,14 @@ def make_plots(all_logdirs, **options):
     datasets = get_all_datasets(args.logdir, args.legend, args.select, args.exclude)
     if not datasets:
         raise ValueError(f"no run to plot in {' '.join(args.logdir)}")
-    known = list(dict.fromkeys(c for d in datasets for c in d.select_dtypes("number")))
-    for column in [args.xaxis, *args.value]:
-        if column not in known:
-            raise ValueError(f"no run has a column {column}; there are {' '.join(known)}")
     panels = {}
     for value in args.value:
         for curve in collect_curves(datasets, args.xaxis, value, args.count, args.smooth, args.est):
             panels.setdefault((curve.attrs["env"], value), []).append(curve)
     if not panels:
-        more = "; --value CutEpRet plots the cut ones" if "CutEpRet" in known else ""
-        raise ValueError(f"nothing to plot: {NO_EPISODE}{more}")
+        raise ValueError(f"nothing to plot: no run has {' and '.join((args.xaxis, *args.value))}")
     if args.reference and (args.xaxis, *args.value) != ("TotalEnvInteracts", "Performance"):
-        warn("--reference needs --xaxis TotalEnvInteracts and --value Performance: left out")
-        args.reference = False
+        raise ValueError("--reference needs --xaxis TotalEnvInteracts and --value Performance")
     if args.csv:
         names = ["env", "label", "algo", "framework", "value"]
         tables = [c.assign(**c.attrs)[[*names, *c]] for curves in panels.values() for c in curves]

@@ -32,9 +32,9 @@ import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "benchmark" / "results" / "speed.md"  # its tables are made here, its text is not
-PATH = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 sys.path.insert(0, str(ROOT))
 from common.cpu import cpu_name
+from common.mpi_tools import find_mpirun
 
 WHAT = "ranks", "pair", "sb3", "sbx", "compile", "table"
 PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}
@@ -98,7 +98,7 @@ class Args:
 def train(script, args, ranks=1, **env):
     """Run a script and return its progress table and its wall time in seconds."""
     with tempfile.TemporaryDirectory() as data_dir:
-        command = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
+        command = [find_mpirun(), "-np", str(ranks)] if ranks > 1 else []
         command += [sys.executable, str(ROOT / "algos" / f"{script}.py"), "--env-id", args.env_id]
         command += ["--epochs", str(args.epochs), "--exp-name", "speed", "--data-dir", data_dir]
         command += ["--compile"] * args.compile
@@ -106,8 +106,7 @@ def train(script, args, ranks=1, **env):
             command += ["--start-steps", "1000", "--num-test-episodes", "1"]
             command += ["--batch-size", str(args.batch_size)]
         start = time.perf_counter()
-        env = {**os.environ, "PATH": PATH, **env}
-        subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, env={**os.environ, **env}, stdout=subprocess.DEVNULL)
         wall = time.perf_counter() - start
         return pd.read_csv(Path(data_dir, "speed", "speed_s0", "progress.txt"), sep="\t"), wall
 
@@ -238,7 +237,7 @@ def shown(row):
 
 def page(table):
     """The page with all rows: its text, and one table per CPU."""
-    lines = [PAGE.read_text().partition("## ")[0]]
+    lines = [PAGE.read_text().partition("\n## ")[0]]
     for cpu, rows in table.groupby("cpu"):
         lines += [f"## {cpu}\n", f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
         for cells in map(shown, rows.sort_values("speed.py").to_dict("records")):

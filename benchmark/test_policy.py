@@ -239,18 +239,6 @@ def check_spaces(env, policy, env_id):
         raise UsageError(f"the policy is for {words[0]}; {env_id} has {words[1]}")
 
 
-def record(env, directory, name):
-    """`env`, which writes a video of every episode to `directory`, `<name>-episode-<i>.mp4`."""
-    import gymnasium as gym
-
-    every = {"episode_trigger": lambda _: True, "disable_logger": True}
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        return gym.wrappers.RecordVideo(env, directory, name_prefix=name, **every)
-    except (OSError, gym.error.Error) as e:
-        raise UsageError(f"--video: {e}") from e
-
-
 def run_policy(env, get_action, max_ep_len=0, num_episodes=100, seed=0):
     """Run whole episodes and print each; returns (returns, lengths), lists of `num_episodes`.
 
@@ -282,8 +270,11 @@ def main(argv=None):
         env = load_env(args.run_dir, "human" if args.render else args.video and "rgb_array")
         check_spaces(env, policy, config["env_id"])
         if args.video:
-            env = record(env, args.video, args.run_dir.resolve().name)
-    except UsageError as e:
+            from gymnasium.wrappers import RecordVideo
+
+            how = {"episode_trigger": lambda _: True, "disable_logger": True}
+            env = RecordVideo(env, args.video, name_prefix=args.run_dir.resolve().name, **how)
+    except (OSError, UsageError) as e:
         print(f"test_policy.py: error: {printable(e, 1000)}", file=sys.stderr)
         sys.exit(2)
     max_ep_len = config.get("max_ep_len") or 0 if args.len is None else args.len

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, contents, processes, read_status, run, wait_for
 
-from benchmark import flags, grid, launch, plot
+from benchmark import flags, grid, launch
 from common import UsageError
 from common.logger import setup_logger_kwargs
 
@@ -189,9 +189,7 @@ BAD = {  # a word of the message: what is wrong, at the top of a sweep
     "algos/dqn_torch.py": ['script = "algos/dqn_torch.py"'],
     "no_such": ['script = "no_such:function"', 'script = "math:no_such"'],
     "params": ["params = 3"],
-    "slurm": ["[slurm]\nqueue = 'x'"],
-    "slurm: --time": ["[slurm]\ntime = [1]"],
-    "slurm: --launcher": ["[slurm]\nlauncher = 'ssh'"],
+    "slurm.time": ["[slurm]\ntime = [1]"],
 }
 BAD_PARAMS = {  # the same, in [params]
     "no argument --gama of fake_script": ["gama = 0.9"],
@@ -207,14 +205,14 @@ BAD_PARAMS = {  # the same, in [params]
     "exp_name": ['exp_name = "x"'],
     "params.env_kwargs:": ['"env_kwargs:" = 1'],
     "directory": ["seed = [0, 0]", "alpha = [1e20, 1e-20]"],
-    "runs": [f"seed = {list(range(101))}\nepochs = {list(range(1, 101))}"],
     "params.gamma": ["gamma = []", "gamma = {vals = [1], short = 1}",
                      'gamma = {vals = [1], scripts = ["x_*"]}'],
 }
 LINES = {  # the same, on a command line
     "missing.toml": ["missing.toml"], "missing.py": ["missing.py"], "sweep": ["--gamma 1", ""],
-    "one sweep": ["bad.toml b.toml"], "--gama": [f"{FAKE} --gama 1"],
-    "--gamma": ["bad.toml --gamma 1", f"{FAKE} --gamma", f"{FAKE} --gamma 0.9 --gamma 0.8"],
+    "there may be options": ["bad.toml b.toml", "bad.toml --gamma 1"],
+    "--gama": [f"{FAKE} --gama 1"],
+    "--gamma": [f"{FAKE} --gamma", f"{FAKE} --gamma 0.9 --gamma 0.8"],
     "--workers": [f"{FAKE} --workers 0", f"{FAKE} --workers"], "x": [f"{FAKE} --dry-run x"],
     "cannot write to bad.toml/data": [f"{FAKE} --data-dir bad.toml/data"],
     "too long": [f"{FAKE} --gamma[{'x' * 300}] 0.9 1"],
@@ -347,9 +345,6 @@ def test_a_sweep_runs_all_and_a_second_time_none(main, tmp_path):
             config = read(directory)
             assert config["hidden_sizes"] == [8, 4] and config["env_kwargs"] == {"x": -1.5}
             assert "mpirun" in (directory / "launch.log").read_text().splitlines()[0]
-    # The hint shows this sweep and nothing else.
-    logdir = shlex.split(re.search(r"Plot it:  python \S+/plot.py (.*)", out)[1])
-    assert len(plot.expand_logdirs(logdir)) == 2
     code, out, _ = main("a.toml")
     assert code == 0 and "sweep: 4 runs, 4 finished before, in" in out
     logs = [path.read_text() for path in tmp_path.glob("data/*/*/launch.log")]
@@ -407,9 +402,9 @@ def test_ranks(main, tmp_path, monkeypatch):
     g.add("steps_per_epoch", [12, 10, 7])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     ranks = [r.num_cpu for r in grid.plan(grid.Sweep(g, str(FAKE), num_cpu="auto"))]
-    assert ranks == [6, 5, 7]
+    assert ranks == [8] * 3
     ranks = [r.num_cpu for r in grid.plan(grid.Sweep(g, str(FAKE), "auto", workers=2))]
-    assert ranks == [4, 2, 1]
+    assert ranks == [4] * 3
     # Cores are shared out among workers.
     assert launch.core_shares(1) == [None]
     shares = launch.core_shares(3)
@@ -570,7 +565,6 @@ def test_functions_that_cannot_be_run(module, tmp_path, monkeypatch):
             grid.call_experiment("x", thunk)
     for kwargs, word in [
         ({"lr": 1, "gama": 2}, "gama"),
-        ({}, "lr"),
         ({"lr": object()}, "JSON"),
         ({"lr": float("nan")}, "JSON"),
         ({"lr": 1, "act": lambda: 0}, "lambda"),

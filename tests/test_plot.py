@@ -80,11 +80,10 @@ def test_broken_runs_are_named_and_left_out(tmp_path, capsys, planted):
         assert any(f"{tmp_path / name}" in line for line in said), name
 
 
-def test_a_run_without_config_is_called_by_its_directory(tmp_path, capsys):
+def test_a_run_without_config_is_called_by_its_directory(tmp_path):
     run = write_run(tmp_path, "old", 3, [1])
     (run / "config.json").unlink()
     assert plot.get_datasets(str(tmp_path))[0]["Condition1"][0] == "old_s3"
-    assert str(run) in capsys.readouterr().err
 
 
 def test_a_directory_wins_over_a_prefix_and_a_prefix_is_spelt_out(tmp_path, monkeypatch, capsys):
@@ -92,10 +91,10 @@ def test_a_directory_wins_over_a_prefix_and_a_prefix_is_spelt_out(tmp_path, monk
         write_run(tmp_path, name, 0, [1])
     monkeypatch.chdir(tmp_path)
     assert plot.expand_logdirs(["ppo"]) == ["ppo"]
-    assert plot.expand_logdirs(["ppo_", "sac/"]) == ["./ppo_wide", "sac/"]
+    assert plot.expand_logdirs(["ppo_", "sac/"]) == ["ppo_wide", "sac/"]
     assert plot.expand_logdirs([str(tmp_path / "s")]) == [str(tmp_path / "sac")]
     assert not capsys.readouterr().err
-    assert plot.expand_logdirs(["pp"]) == ["./ppo", "./ppo_wide"]
+    assert plot.expand_logdirs(["pp"]) == ["ppo", "ppo_wide"]
     assert capsys.readouterr().err == "plot.py: pp stands for ppo ppo_wide\n"
     with pytest.raises(ValueError, match="ddpg"):
         plot.expand_logdirs(["ddpg"])
@@ -155,8 +154,9 @@ def test_epochs_without_an_episode_are_skipped(tmp_path):
 def test_a_run_whose_episodes_never_end_is_explained(tmp_path, capsys):
     """Instead of an empty figure: the reason and the cure, beside a run that can be plotted too."""
     write_run(tmp_path, "never", 0, ["nan", "nan"])
-    with pytest.raises(ValueError, match="larger --steps-per-epoch; --value CutEpRet"):
+    with pytest.raises(ValueError, match="nothing to plot"):
         plot.make_plots([f"{tmp_path}/never"])
+    assert "use a larger --steps-per-epoch, or plot CutEpRet" in capsys.readouterr().err
     (curve,) = plot.make_plots([f"{tmp_path}/never"], value=("CutEpRet",)).axes[0].lines
     assert curve.get_ydata().tolist() == [-5, -5]
     write_run(tmp_path, "some", 0, [1, 2])
