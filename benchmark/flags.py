@@ -193,8 +193,7 @@ class Function:
 
     def takes(self, name):
         # A seed is in the directory's name, even if the function has no use for it.
-        made = name == "seed" or (name == "env_name" and self.asks_for("env_fn"))
-        return made or self.asks_for(name)
+        return name == "seed" or self.asks_for("env_fn" if name == "env_name" else name)
 
     def takes_list(self, name):
         return False

@@ -229,10 +229,6 @@ class Sweep:
     datestamp: bool = False
     slurm: dict = field(default_factory=dict)
     only: dict = field(default_factory=dict)  # key -> patterns of the scripts that take it
-    notes: list = field(default_factory=list)  # of `plan`, for the user
-
-    def scripts(self):
-        return self.script if isinstance(self.script, list) else [self.script]
 
 
 def plan(sweep):
@@ -248,9 +244,10 @@ def plan(sweep):
     slurm.check(sweep.slurm)
     if "GRID_IMPORTING" in os.environ:
         raise UsageError('a sweep must not start on import: put it under if __name__ == "__main__"')
-    thunks = [flags.find(script) for script in sweep.scripts()]
-    if not thunks:
+    scripts = sweep.script if isinstance(sweep.script, list) else [sweep.script]
+    if not scripts:
         raise UsageError("script: an empty list")
+    thunks = [flags.find(script) for script in scripts]
     _check_keys(sweep, thunks)
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S") if sweep.datestamp else ""
     runs = []
@@ -289,19 +286,15 @@ def _is_meant(sweep, key, thunk):
 
 
 def _check_keys(sweep, thunks):
-    """Refuse keys that none of the scripts takes, and note which do not."""
+    """Refuse keys that none of the scripts takes, and say which scripts do not."""
     for key in sweep.grid.keys:
         name, meant = key.split(":")[0], [t for t in thunks if _is_meant(sweep, key, t)]
-        if not meant:
-            patterns = " ".join(sweep.only[key])
-            raise UsageError(f"params.{key}: scripts: {patterns} is none of the sweep's scripts")
         lack = [thunk for thunk in meant if not thunk.takes(name)]
-        if not lack:
-            continue
         names = ", ".join(thunk.name for thunk in lack)
         if lack == meant:
-            raise UsageError(f"params: there is no argument {flag(name)} of {names}")
-        sweep.notes.append(f"{name} is left out where there is no such argument: {names}")
+            raise UsageError(f"params.{key}: no such argument in {names or 'any script it is for'}")
+        if lack:
+            launch.say(f"# {name} is left out where there is no such argument: {names}")
 
 
 def read_sweep(path):
@@ -360,8 +353,6 @@ def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
         scripts = sorted({run.thunk.name for run in runs})
         counts = len(runs), len({run.exp_name for run in runs})
         sweep.grid.print(scripts if len(scripts) > 1 else (), counts)
-    for note in sweep.notes:
-        launch.say(f"# {note}")
     if use_slurm:
         launch.say(slurm.submit(runs, name, sweep.slurm, sweep.data_dir, retry_failed, dry_run))
         return 0
@@ -374,7 +365,7 @@ def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
 
     began = time.monotonic()
     signum = launch.run_all(runs, sweep.workers, retry_failed, name)
-    launch.say(f"\n{launch.summary(runs, name, time.monotonic() - began, signum)}")
+    launch.say(f"\n{launch.summary(runs, name, time.monotonic() - began)}")
     if not all(run.outcome.startswith("finished") for run in runs):
         return 128 + signum if signum else 1
     return 0
@@ -408,7 +399,7 @@ class Options:
     num_cpu: int | Literal["auto"] | None = None  # ranks of each run (--cpu); 1 if not given
     data_dir: str | None = None  # where the runs go; data if not given
     name: str | None = None  # what the experiments' names begin with (--exp-name)
-    datestamp: bool | None = None  # new runs, with date and time in their directories (--dt)
+    datestamp: bool = False  # new runs, with date and time in their directories (--dt)
     retry_failed: bool = False  # run failed runs again, from their checkpoints
     dry_run: bool = False  # print the commands and run nothing
     slurm: bool = False  # submit the runs as a Slurm job array
@@ -416,12 +407,8 @@ class Options:
 
 def take_options(found):
     """Take grid.py's own options out of {flag: (words, shorthand)}."""
-    words = []
-    for option in fields(Options):
-        if option.name in found:
-            given = found.pop(option.name)[0]
-            words += [flag(option.name), *(given or ["True"] * (option.name == "datestamp"))]
-    return parse_args(Options, words)
+    names = [option.name for option in fields(Options) if option.name in found]
+    return parse_args(Options, [w for name in names for w in (flag(name), *found.pop(name)[0])])
 
 
 def sweep_from_words(scripts, found, named):
@@ -478,14 +465,12 @@ def main(argv=None):
             sweep = sweep_from_words(heads, found, options.name)
         sweep.grid.name = sweep.grid.name if options.name is None else options.name
         for name in ("workers", "num_cpu", "data_dir", "datestamp"):
-            if getattr(options, name) is not None:
+            if getattr(options, name) not in (None, False):
                 setattr(sweep, name, getattr(options, name))
         sys.exit(run_sweep(sweep, options.retry_failed, options.dry_run, options.slurm))
     except UsageError as e:
         print(f"grid.py: error: {printable(f'{source}{e}', 1000)}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:  # before any run was started
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Runs of a sweep as processes: where each stands on disk, starting, watching and stopping them."""
 
+import contextlib
 import csv
 import ctypes
 import dataclasses
@@ -203,12 +204,11 @@ def start(run, cores=None):
 
 def kill_tree(process):
     """SIGKILL a process and all its descendants; MPI's ranks are in sessions of their own."""
-    try:
-        tree = psutil.Process(process.pid)
-        for p in [tree, *tree.children(recursive=True)]:
-            p.kill()
-    except psutil.NoSuchProcess:
-        pass
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
 
 
 def run_all(runs, workers=1, retry_failed=False, name=""):
@@ -307,8 +307,7 @@ def progress_words(run):
 
 def count_words(runs):
     outcomes = Counter(run.outcome.split()[0] for run in runs)
-    failed = f", {outcomes['failed']} failed" if outcomes["failed"] else ""
-    return f"{outcomes['finished']} of {len(runs)} finished{failed}"
+    return f"{outcomes['finished']} of {len(runs)} finished, {outcomes['failed']} failed"
 
 
 def ended_line(run, runs):
@@ -324,7 +323,7 @@ def overview(name, runs, active):
     return table
 
 
-def summary(runs, name, seconds, stopped=None):
+def summary(runs, name, seconds):
     """What became of a sweep, as text; failed runs with the last lines of their logs."""
     counts = Counter(run.outcome for run in runs)
     parts = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
@@ -336,10 +335,8 @@ def summary(runs, name, seconds, stopped=None):
             lines += [f"    {line}" for line in last_lines(run.log)]
         if run.outcome.startswith("failed"):
             lines.append(f"    log: {run.log}")
-    if counts["failed"] + counts["failed before"]:
-        lines += ["", "The same command with --retry-failed runs failed runs again."]
-    if stopped:
-        lines += ["", "The same command again goes on."]
+    if not all(run.outcome.startswith("finished") for run in runs):
+        lines += ["", "The same command goes on; with --retry-failed, also with what failed."]
     return "\n".join(lines)
 
 

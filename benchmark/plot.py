@@ -8,8 +8,8 @@ prefix: `data/ppo` then stands for every directory in data/ whose name starts wi
 existing directory always wins over a prefix; `data/ppo_` leaves out data/ppo.
 
 Runs with the same `exp_name` (in config.json) are seeds of one experiment and make one curve. Each
-environment gets its own panel. Options are those of Spinning Up's plotter; `get_datasets`, `get_all_datasets` and
-`make_plots` can be called from Python.
+environment gets its own panel. Options are those of Spinning Up's plotter; `get_datasets`,
+`get_all_datasets` and `make_plots` can be called from Python.
 """
 
 import dataclasses
@@ -299,13 +299,11 @@ def draw_references(ax, curves, colors):
     for curve in curves:
         algo, env = curve.attrs["algo"], curve.attrs["env"]
         found = reference_curve(algo, curve.attrs["framework"], env)
-        if found is None:
-            warn(f"no published curve for {algo or 'an unknown algorithm'} on {env or '?'}")
+        if found is None or end <= found[1][0]:
+            warn(f"no published curve for {algo or 'an unknown algorithm'} on {env or '?'} as yet")
             continue
         published, x, mean, std = found
-        if end <= x[0]:
-            warn(f"the published curve for {algo} on {env} starts at {x[0]:.0f} steps")
-        elif (algo, published) not in drawn:
+        if (algo, published) not in drawn:
             drawn.add((algo, published))
             inside = np.append(x[x < end], end)
             mean, std = np.interp(inside, x, mean), np.interp(inside, x, std)
@@ -338,7 +336,7 @@ def draw_figure(panels, xaxis, reference=False):
         left, right = min(0, *(c.iloc[0, 0] for c in curves)), max(c.iloc[-1, 0] for c in curves)
         ax.set_xlim(left, right if right > left else None)
         ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-        ax.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(step_label))
+        ax.xaxis.set_major_formatter(step_label)
         ax.set(title=curves[0].attrs["env"], xlabel=AXIS_LABELS.get(xaxis, xaxis))
         ax.set_ylabel(" / ".join(dict.fromkeys(c.attrs["ylabel"] for c in curves)))
         handles |= {label: h for h, label in zip(*ax.get_legend_handles_labels(), strict=True)}

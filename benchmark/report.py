@@ -12,6 +12,7 @@ is an algorithm, on-policy, off-policy, summary or cost. Returns are smoothed as
 curves are: each seed by itself, over 11 epochs of 4000 steps, centred.
 """
 
+import contextlib
 import dataclasses
 import io
 import re
@@ -24,7 +25,8 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
 from benchmark import plot
 from common.args import parse_args
-from common.serialization import printable, read_json
+from common.run_dir import read_status
+from common.serialization import printable
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -109,14 +111,13 @@ def collect(logdirs, results=RESULTS):
         cpu = (config.get("versions") or {}).get("cpu") or "unknown"
         row = {"script": Path(config["script"]).stem, "env": config["env_id"], "cpu": cpu}
         row |= {"settings": settings_of(config), "seed": config["seed"]}
-        row |= {"ranks": config.get("ranks", 1), "status": read_status(directory)}
+        row |= {"ranks": config.get("ranks", 1), "status": "unknown"}
+        with contextlib.suppress(OSError, ValueError):
+            row["status"] = read_status(directory)["status"]
         row |= {"commit": (config.get("git_commit") or "unknown")[:10]}
         row |= {"steps": table["steps"].iloc[-1], "seconds": round(frame["Time"].iloc[-1])}
         extra = "" if row["settings"] == "plain" else "_" + re.sub(r"\W+", "-", row["settings"])
         name = f"{row['script']}_{row['env']}{extra}_s{row['seed']}"
-        if name in runs and runs[name]["steps"] >= row["steps"]:
-            plot.warn(f"left out {directory}: another run of {name} is as long")
-            continue
         runs[name] = {"run": name, **row}
         table = thin(table.dropna(subset=["return", "test_return"], how="all"))
         curves[name] = table.assign(run=name)
@@ -131,13 +132,6 @@ def collect(logdirs, results=RESULTS):
         new = new.sort_values(["run", "steps"], kind="stable")[columns]
         new.to_csv(path, index=False, float_format="%.6g")
     return len(runs)
-
-
-def read_status(directory):
-    try:
-        return str(read_json(directory / "status.json").get("status"))
-    except (OSError, ValueError):
-        return "unknown"
 
 
 # ----------------------------------------------------------------------------------------- numbers
@@ -325,7 +319,7 @@ def figure(results, algos, settings=("plain",), height=1.35):
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     style = {**plot.STYLE, "svg.hashsalt": "report", "svg.fonttype": "path", "font.size": 8}
     style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color"), INK)
@@ -341,10 +335,9 @@ def figure(results, algos, settings=("plain",), height=1.35):
             end = steps.get(family_of(algo), MARKS[-1])
             draw_panel(ax, results, algo, env, end, settings)
             ax.set_xlim(0, end)
-            ax.xaxis.set_major_locator(MaxNLocator(2, steps=[1, 2, 5, 10]))
-            ax.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
-            ax.xaxis.set_major_formatter(FuncFormatter(plot.step_label))
-            ax.yaxis.set_major_formatter(FuncFormatter(plot.step_label))
+            for axis, ticks in ((ax.xaxis, 2), (ax.yaxis, 3)):
+                axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 5, 10]))
+                axis.set_major_formatter(plot.step_label)
             if env == ENVS[0]:
                 ax.set_title(algo.upper(), fontweight="bold")
         for ax, env in zip(axes[:, 0], ENVS, strict=True):
@@ -355,9 +348,8 @@ def figure(results, algos, settings=("plain",), height=1.35):
         lines |= {"Spinning Up (2020), PyTorch": ("published", (0, (4, 1.5)))}
         lines |= {"Spinning Up (2020), TensorFlow 1": ("published", (0, (1, 1)))}
         handles = [Line2D([], [], color=COLORS[c], ls=ls, lw=1.4) for c, ls in lines.values()]
-        fig.legend(
-            handles, lines, loc="upper center", ncols=len(lines), fontsize=8.5, columnspacing=1.2
-        )
+        more = {"ncols": len(lines), "fontsize": 8.5, "columnspacing": 1.2}
+        fig.legend(handles, lines, loc="upper center", **more)
         fig.text(0.5, 0.04 / size[1], "environment steps", ha="center")
         text = io.StringIO()
         fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None})

@@ -42,11 +42,9 @@ if [ "$requeue" ] && [ "$code" -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; f
 exit "$code"
 """
 # Keys of a sweep's [slurm] table; all others are options of sbatch, as `time` or `cpus_per_task`.
-KEYS = {
-    "signal": int,  # seconds before the time limit at which runs are told to stop
-    "max_running": int,  # tasks that run at a time
-    "setup": list,  # shell lines to run before, as ["module load gcc"]
-}
+# setup: shell lines to run before; max_running: tasks that run at a time; signal: seconds before
+# the time limit at which runs are told to stop.
+KEYS = {"setup": list, "max_running": int, "signal": int}
 
 
 def check(table):
@@ -58,7 +56,7 @@ def check(table):
 
 
 def job_files(runs, name, table, directory):
-    """The files of a job array: {name: text}. All runs must have the same number of ranks.
+    """The files of a job array: {name: text}.
 
     `directory`: where the files will lie. Line i of runs.sh is the command of task i.
     """
@@ -94,8 +92,6 @@ def submit(runs, name, table, data_dir, retry_failed=False, dry_run=False):
     todo = launch.sort_out(runs, retry_failed)
     if not todo:
         return f"{name}: nothing to submit, no run is left to do"
-    if len({run.num_cpu for run in todo}) > 1:
-        raise UsageError("the runs of a job array need the same number of ranks: set num_cpu")
     directory = Path(data_dir, f"slurm_{name}", time.strftime("%Y-%m-%d_%H-%M-%S")).absolute()
     check_inside(data_dir, directory)
     files = job_files(todo, name, table, directory)

@@ -14,6 +14,7 @@ they come. They are no requirement of the project: `pip install stable-baselines
 `sbx-rl==0.28.0`), in an environment of their own, and point --peer-python to its interpreter.
 """
 
+import json
 import os
 import re
 import subprocess
@@ -36,15 +37,14 @@ sys.path.insert(0, str(ROOT))
 from common.cpu import cpu_name
 from common.mpi_tools import find_mpirun
 
-WHAT = "ranks", "pair", "sb3", "sbx", "compile", "table"
 PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}
 
 # What a peer runs: the same environment; PPO with its own defaults, off-policy algorithms with our
 # networks, our fixed alpha and one update per step, so that both do the same work.
 PEER = """
-import importlib, sys, time, warnings
+import importlib, json, sys, time, warnings
 warnings.filterwarnings("ignore")
-module, algo, env_id, steps, batch_size, switched_by = sys.argv[1:]
+module, algo, env_id, steps, warm_up, kwargs, switched_by = sys.argv[1:]
 if switched_by:
     sys.path.insert(0, switched_by)
     import torch
@@ -52,21 +52,15 @@ if switched_by:
     switch_mkl(torch.__file__.replace("__init__.py", "lib/libtorch_cpu.so"))
     keep_freed_memory()
 Algo = getattr(importlib.import_module(module), algo.upper())
-off_policy = algo in ("ddpg", "td3", "sac")
-kwargs = {}
-if off_policy:
-    kwargs |= dict(train_freq=1, gradient_steps=1, learning_starts=100, batch_size=int(batch_size))
-    kwargs |= dict(policy_kwargs=dict(net_arch=[256, 256]))
-if algo == "sac":
-    kwargs |= dict(ent_coef=0.2)
-if module == "stable_baselines3":
-    kwargs["device"] = "cpu"
-model = Algo("MlpPolicy", env_id, seed=0, **kwargs)
-model.learn(1000 if off_policy else 2048)  # first updates, and compilation, are not counted
+model = Algo("MlpPolicy", env_id, seed=0, **json.loads(kwargs))
+model.learn(int(warm_up))  # first updates, and compilation, are not counted
 before, start = model.num_timesteps, time.perf_counter()
 model.learn(int(steps), reset_num_timesteps=False)
 print("rate", (model.num_timesteps - before) / (time.perf_counter() - start))
 """
+
+OFF_POLICY = {"train_freq": 1, "gradient_steps": 1, "learning_starts": 100}
+OFF_POLICY |= {"policy_kwargs": {"net_arch": [256, 256]}}
 
 # What `table` measures, as one would ask for it on the command line.
 ROWS = [
@@ -83,7 +77,7 @@ HEADER = ["speed.py", "first", "second", "ratio", "range", "ms a step", "floor",
 
 @dataclass
 class Args:
-    what: tyro.conf.Positional[Literal[*WHAT]]
+    what: tyro.conf.Positional[Literal["ranks", "pair", "sb3", "sbx", "compile", "table"]]
     scripts: tyro.conf.Positional[tuple[str, ...]] = ()  # one script, by name; two for pair
     env_id: str = "HalfCheetah-v4"  # environment
     epochs: int = 6  # epochs of 4000 steps per run; the first one warms up
@@ -124,9 +118,13 @@ def rate(table):
 def peer_rate(module, script, args):
     """A peer's rate, in a process of its own."""
     algo = script.split("_")[0]
-    steps = 3000 if off_policy(script) else 20000
-    command = [args.peer_python, "-c", PEER, module, algo, args.env_id, str(steps)]
-    command += [str(args.batch_size), str(ROOT) if args.peer_switched else ""]
+    steps, warm_up, kwargs = "20000", "2048", {}
+    if off_policy(script):
+        steps, warm_up, kwargs = "3000", "1000", {**OFF_POLICY, "batch_size": args.batch_size}
+    kwargs |= {"ent_coef": 0.2} if algo == "sac" else {}
+    kwargs |= {"device": "cpu"} if module == "stable_baselines3" else {}
+    command = [args.peer_python, "-c", PEER, module, algo, args.env_id, steps, warm_up]
+    command += [json.dumps(kwargs), str(ROOT) if args.peer_switched else ""]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         why = result.stderr.strip().splitlines()[-1]
@@ -169,7 +167,7 @@ def floor(script, args, table):
 
     setup_pytorch_for_mpi()
     with warnings.catch_warnings(action="ignore"):  # that there is a newer version
-        env = gym.make(args.env_id)
+        env = gym.wrappers.Autoreset(gym.make(args.env_id))
     dims = [gym.spaces.flatdim(space) for space in (env.observation_space, env.action_space)]
     batch, steps = (args.batch_size, 1) if off_policy(script) else (4000, 4000)
     policy_steps = table.StopIter.mean() if "StopIter" in table else 0  # PPO's
@@ -185,9 +183,7 @@ def floor(script, args, table):
     env.reset(seed=0)
     start = time.perf_counter()
     for _ in range(2000):
-        _, _, terminated, truncated, _ = env.step(env.action_space.sample())
-        if terminated or truncated:
-            env.reset()
+        env.step(env.action_space.sample())
     return total + (time.perf_counter() - start) / 2
 
 

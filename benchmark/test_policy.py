@@ -41,7 +41,7 @@ from tyro.conf import Positional, arg
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
 from common import UsageError
-from common.args import NonNegInt, PosInt, parse_args
+from common.args import NonNegInt, PosInt, Range, parse_args
 from common.serialization import printable, read_json, read_npz
 
 LOG_STD_MIN, LOG_STD_MAX = -20, 2  # of a squashed Gaussian, as in the SAC scripts
@@ -56,8 +56,8 @@ class Args:
     run_dir: Positional[Path]  # directory of a run
     episodes: Annotated[PosInt, arg(aliases=["-n"])] = 10  # number of episodes
     deterministic: Annotated[bool, arg(aliases=["-d"])] = False  # the mean or mode, not a sample
-    # Most steps of an episode; default: the run's max_ep_len; 0: the environment's limit alone.
-    len: Annotated[int | None, arg(aliases=["-l"])] = None
+    # Most steps of an episode; -1: the run's max_ep_len; 0: the environment's limit alone.
+    len: Annotated[int, Range(low=-1), arg(aliases=["-l"])] = -1
     seed: NonNegInt = 0  # of environment and actions
     itr: Annotated[int | Literal["last", "best"], arg(aliases=["-i"])] = "last"  # epoch of a save
     render: bool = False  # show it in a window
@@ -263,8 +263,6 @@ def main(argv=None):
         args = parse_args(Args, argv)
         if args.render and (args.video or args.norender):
             raise UsageError("--render excludes --video and --norender")
-        if args.len is not None and args.len < 0:
-            raise UsageError(f"--len must be at least 0, not {args.len}")
         config, policy = read_config(args.run_dir), find_policy(args.run_dir, args.itr)
         get_action = load_policy(args.run_dir, args.itr, args.deterministic, args.seed)
         env = load_env(args.run_dir, "human" if args.render else args.video and "rgb_array")
@@ -277,7 +275,7 @@ def main(argv=None):
     except (OSError, UsageError) as e:
         print(f"test_policy.py: error: {printable(e, 1000)}", file=sys.stderr)
         sys.exit(2)
-    max_ep_len = config.get("max_ep_len") or 0 if args.len is None else args.len
+    max_ep_len = config.get("max_ep_len") or 0 if args.len < 0 else args.len
     how = "deterministic" if args.deterministic else "sampled"
     env_id, script = printable(config["env_id"]), printable(config.get("script"))
     print(f"{env_id}, {script}, after epoch {policy['epoch']}, {how} actions")

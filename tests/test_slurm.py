@@ -91,7 +91,7 @@ def test_without_slurm(tmp_path):
     write_sweep(tmp_path)
     done = submit(tmp_path, PATH=os.path.dirname(sys.executable))
     assert done.returncode == 2
-    assert done.stderr.startswith("grid.py: error: --slurm needs Slurm's squeue: ")
+    assert done.stderr.startswith("grid.py: error: sweep.toml: --slurm needs Slurm's squeue: ")
     assert not list(tmp_path.glob("data/*"))
 
 
