@@ -464,8 +464,9 @@ def main(argv=None):
         else:
             sweep = sweep_from_words(heads, found, options.name)
         sweep.grid.name = sweep.grid.name if options.name is None else options.name
-        for name in ("workers", "num_cpu", "data_dir", "datestamp"):
-            if getattr(options, name) not in (None, False):
+        sweep.datestamp = options.datestamp or sweep.datestamp
+        for name in ("workers", "num_cpu", "data_dir"):
+            if getattr(options, name) is not None:
                 setattr(sweep, name, getattr(options, name))
         sys.exit(run_sweep(sweep, options.retry_failed, options.dry_run, options.slurm))
     except UsageError as e:
