@@ -1,6 +1,5 @@
 """benchmark/test_policy.py: actions against a computation of their own, files, environments."""
 
-import io
 import itertools
 import json
 import os
@@ -237,48 +236,26 @@ def test_rendering_that_cannot_work_says_what_to_install(tmp_path):
 # ------------------------------------------------------------------------------------------- files
 
 
-def test_files_that_are_no_archive_of_arrays(tmp_path, planted):
-    path, whole = tmp_path / "policy.npz", io.BytesIO()
-    np.savez(whole, **arrays([4, 2], "categorical"))
-    for data in (planted, b"", whole.getvalue()[:-60]):
-        path.write_bytes(data)
-        with pytest.raises(UsageError, match="no policy"):
-            tp.read_policy(path)
-
-
-ZEROS, ONES = np.zeros(4), np.ones(4)
-
-
 @pytest.mark.parametrize(
     ("change", "word"),
     [
         ({"bias_1": None}, "bias_1"),
         ({"weight_0": np.zeros((4, 7), np.float32)}, "layer 0"),
-        ({"weight_0": np.ones(3, np.float32)}, "no policy"),
-        ({"weight_1": np.zeros((9, 1)), "bias_1": np.zeros(1)}, "no policy"),
         ({"bias_0": np.full(8, np.nan, np.float32)}, "not finite"),
         ({"activation": "gelu"}, "gelu"),
-        ({"activation": np.arange(3)}, "no policy"),
-        ({"distribution": "beta"}, "beta"),
         ({"distribution": None}, "distribution"),
-        ({"distribution": "squashed_gaussian"}, "no policy"),
         ({"distribution": "deterministic", "act_noise": np.ones(5)}, "no policy"),
         ({"epoch": np.arange(3)}, "no policy"),
-        ({"epoch": "seven"}, "no policy"),
         ({"log_std": None}, "log_std"),
         ({"log_std": np.zeros(2, np.float32)}, "no policy"),
-        ({"log_std": np.zeros((2, 1), np.float32)}, "no policy"),
-        ({"log_std": np.array(["a"])}, "no policy"),
         ({"log_std": np.float32([np.nan])}, "not numbers"),
         ({"act_low": np.zeros(3, np.float32)}, "no policy"),
-        ({"act_low": np.array(["a"])}, "no policy"),
-        ({"obs_mean": ZEROS}, "obs_std"),
-        ({"obs_mean": ZEROS, "obs_std": ZEROS}, "not numbers"),
-        ({"obs_mean": ZEROS[:3], "obs_std": ONES[:3]}, "no policy"),
+        ({"obs_mean": np.zeros(4)}, "obs_std"),
+        ({"obs_mean": np.zeros(4), "obs_std": np.zeros(4)}, "not numbers"),
     ],
 )
 def test_files_that_hold_no_policy(tmp_path, change, word):
-    """Pickles, bombs and damaged archives are in test_serialization.py and test_fuzz.py."""
+    """Pickles, bombs and damaged archives are in test_hostile.py and test_fuzz.py."""
     more = {"act_low": np.float32([-2]), "act_high": np.float32([2]), "log_std": np.float32([0])}
     policy = {**arrays([4, 8, 1], "gaussian", **more), "layers": np.ones(3)}
     assert len(load(tmp_path, policy)["layers"]) == 2  # the policy's, not the array of this name
@@ -296,7 +273,7 @@ def test_files_that_hold_no_policy(tmp_path, change, word):
         (["broken"], "config.json"),
         (["nothing"], "no policy at all"),
         (["run", "--episodes", "0"], "--episodes"),
-        (["run", "--len", "-1"], "--len"),
+        (["run", "--len", "-2"], "--len"),
         (["run", "--render", "--video", "x"], "--video"),
         (["run", "--itr", "first"], "rror"),
         (["run", "-i", "3"], "only policy.npz"),
@@ -305,14 +282,9 @@ def test_files_that_hold_no_policy(tmp_path, change, word):
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, word):
     monkeypatch.chdir(tmp_path)
     good = arrays([4, 2], "categorical")
-    for name, env_id in {
-        "run": "CartPole-v1",
-        "other": "Acrobot-v1",
-        "unknown": "NoSuchEnv-v0",
-    }.items():
-        write_run(Path(name), good, env_id)
-    for name in ("broken", "nothing"):
-        write_run(Path(name), good, "CartPole-v1")
+    names = {"other": "Acrobot-v1", "unknown": "NoSuchEnv-v0"}
+    for name in ("run", "other", "unknown", "broken", "nothing"):
+        write_run(Path(name), good, names.get(name, "CartPole-v1"))
     write_run(Path("actions"), arrays([4, 3], "categorical"), "CartPole-v1")
     Path("broken/config.json").write_text("{")
     Path("nothing/policy.npz").unlink()
