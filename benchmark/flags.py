@@ -56,17 +56,14 @@ def locate(thing):
     file = getattr(holder, "__file__", None)
     if module == "__main__" and file:
         module = Path(file).stem
-    if functools.reduce(_get, name.split("."), holder) is not thing or module == "__main__":
+    found = functools.reduce(lambda x, part: getattr(x, part, None), name.split("."), holder)
+    if found is not thing or module == "__main__":
         raise UsageError(
             f"{printable(thing)} cannot be imported by name, as every rank has to: "
             "define it at the top level of a module (no lambda, closure or notebook cell)"
         )
     depth = module.count(".") + (file is not None and Path(file).stem == "__init__")
     return [str(Path(file).resolve().parents[depth]) if file else "", module, name]
-
-
-def _get(thing, name):
-    return getattr(thing, name, None)
 
 
 def load(directory, module, name):

@@ -165,16 +165,15 @@ class ExperimentGrid:
                     name += f"_{valid_str(sh)}"
         return name.lstrip("_")
 
-    def print(self, scripts=(), counts=None):
+    def print(self, counts=None):
         """Print keys, values and the number of variants.
 
-        scripts, counts: of a sweep of several scripts, their names, and the numbers of its runs
-        and of its experiments.
+        counts: of a sweep of several scripts, the numbers of its runs and of its experiments.
         """
         seeds = len(self.vals[self.keys.index("seed")]) if "seed" in self.keys else 1
         total, seedless = counts or (len(self), len(self) // seeds)
         lines = [f"ExperimentGrid [{self.name}]"]
-        for key, vals, sh, _ in [("script", scripts, "", 0)] * bool(scripts) + self.rows():
+        for key, vals, sh, _ in self.rows():
             values = ", ".join(getattr(v, "__name__", str(v)) for v in vals)
             lines.append("  " + printable(f"{key} [{sh}]: {values}", 1000))
         lines.append(f"{total} variants, counting seeds; {seedless} without seeds\n")
@@ -350,9 +349,7 @@ def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
             Path(sweep.data_dir).mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise UsageError(f"cannot write to {sweep.data_dir}: {e.strerror}") from e
-        scripts = sorted({run.thunk.name for run in runs})
-        counts = len(runs), len({run.exp_name for run in runs})
-        sweep.grid.print(scripts if len(scripts) > 1 else (), counts)
+        sweep.grid.print((len(runs), len({run.exp_name for run in runs})))
     if use_slurm:
         launch.say(slurm.submit(runs, name, sweep.slurm, sweep.data_dir, retry_failed, dry_run))
         return 0

@@ -372,14 +372,13 @@ def make_plots(all_logdirs, **options):
     args = Args(tuple(all_logdirs), **options)
     check_args(args)
     datasets = get_all_datasets(args.logdir, args.legend, args.select, args.exclude)
-    if not datasets:
-        raise ValueError(f"no run to plot in {' '.join(args.logdir)}")
     panels = {}
     for value in args.value:
         for curve in collect_curves(datasets, args.xaxis, value, args.count, args.smooth, args.est):
             panels.setdefault((curve.attrs["env"], value), []).append(curve)
     if not panels:
-        raise ValueError(f"nothing to plot: no run has {' and '.join((args.xaxis, *args.value))}")
+        columns = " and ".join((args.xaxis, *args.value))
+        raise ValueError(f"nothing to plot: no run has {columns} in {' '.join(args.logdir)}")
     if args.reference and (args.xaxis, *args.value) != ("TotalEnvInteracts", "Performance"):
         raise ValueError("--reference needs --xaxis TotalEnvInteracts and --value Performance")
     if args.csv:

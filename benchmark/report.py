@@ -402,8 +402,7 @@ def main(argv=None):
                 path.write_text(text)
                 print(f"wrote {path.relative_to(ROOT)}")
     except (ValueError, OSError) as e:
-        print(f"report.py: error: {printable(e, 1000)}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(f"report.py: error: {printable(e, 1000)}")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+import conftest
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -52,12 +52,8 @@ def output(policy, o):
 
 
 def command_line(*args, **env):
-    return subprocess.run(
-        [sys.executable, str(ROOT / "benchmark" / "test_policy.py"), *map(str, args)],
-        capture_output=True,
-        text=True,
-        env={**{k: v for k, v in os.environ.items() if k != "DISPLAY"}, **env},
-    )
+    program = ROOT / "benchmark" / "test_policy.py"
+    return conftest.run(program, *args, check=False, env={"DISPLAY": "", **env})
 
 
 # ------------------------------------------------------------------------------------------ acting
@@ -239,18 +235,14 @@ def test_rendering_that_cannot_work_says_what_to_install(tmp_path):
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"bias_1": None}, "bias_1"),
         ({"weight_0": np.zeros((4, 7), np.float32)}, "layer 0"),
         ({"bias_0": np.full(8, np.nan, np.float32)}, "not finite"),
         ({"activation": "gelu"}, "gelu"),
         ({"distribution": None}, "distribution"),
         ({"distribution": "deterministic", "act_noise": np.ones(5)}, "no policy"),
-        ({"epoch": np.arange(3)}, "no policy"),
         ({"log_std": None}, "log_std"),
-        ({"log_std": np.zeros(2, np.float32)}, "no policy"),
         ({"log_std": np.float32([np.nan])}, "not numbers"),
         ({"act_low": np.zeros(3, np.float32)}, "no policy"),
-        ({"obs_mean": np.zeros(4)}, "obs_std"),
         ({"obs_mean": np.zeros(4), "obs_std": np.zeros(4)}, "not numbers"),
     ],
 )
