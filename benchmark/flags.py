@@ -190,7 +190,8 @@ class Function:
 
     def takes(self, name):
         # A seed is in the directory's name, even if the function has no use for it.
-        return name == "seed" or self.asks_for("env_fn" if name == "env_name" else name)
+        names = (name, "env_fn") if name == "env_name" else (name,)
+        return name == "seed" or any(map(self.asks_for, names))
 
     def takes_list(self, name):
         return False
@@ -207,10 +208,12 @@ class Function:
         return {k: v for k, v in given.items() if k not in optional or self.asks_for(k)}
 
     def parse(self, params):
-        """The arguments of a run as JSON."""
-        if "env_name" in params:
+        """The arguments of a run and the function's defaults, as JSON."""
+        if "env_name" in params and not self.asks_for("env_name"):
             check_env(params["env_name"])
-        return json.loads(to_json(self.label, params))
+        defaults = {p.name: p.default for p in self.signature.parameters.values()}
+        simple = {k: v for k, v in defaults.items() if isinstance(v, int | float | str | None)}
+        return simple | json.loads(to_json(self.label, params))
 
     def command(self, run):
         """The words after `python` that start a run."""

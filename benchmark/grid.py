@@ -421,9 +421,8 @@ def sweep_from_words(scripts, found, named):
             key, values = key[3:], [False]
         if name == "activation":  # torch.nn.Tanh, as in Spinning Up
             values = [str(value).rpartition(".")[2].lower() for value in values]
-        if any(t.takes_list(name) for t in thunks) and not any(
-            isinstance(value, list | tuple) for value in values
-        ):
+        nested = any(isinstance(value, list | tuple) for value in values)
+        if not nested and any(t.takes_list(name) for t in thunks):
             values = [values]  # --hidden-sizes 64 64
         try:
             # The name that the script gives holds the environment: another grid has another.

@@ -27,7 +27,6 @@ from common.run_dir import read_status
 from common.serialization import printable, read_json
 
 RUN_FILES = ("config.json", "progress.txt", "status.json", "checkpoint", "call")
-LOG_LINES = 6  # last lines of a failed run's log in the summary
 POLL = 0.05  # seconds between looks at the processes
 REFRESH = 0.5  # seconds between updates of the overview
 
@@ -121,9 +120,9 @@ def in_use(run):
     try:
         with open(run.record / ".lock") as f:
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
     except OSError as e:
         return not isinstance(e, FileNotFoundError)
-    return False
 
 
 def patient_status(run, seconds):
@@ -246,9 +245,8 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
                 handled = len(stops)
                 for process, _ in active.values():
                     process.terminate() if handled == 1 else kill_tree(process)
-                text = "runs stop at the end of their epochs; once more kills them"
-                text = text if handled == 1 else "runs are killed"
-                say(f"{signal.Signals(stops[-1]).name}: {text}")
+                first = "runs stop at the end of their epochs; once more kills them"
+                say(first if handled == 1 else "runs are killed")
 
             for run, (process, cores) in list(active.items()):
                 if process.poll() is not None:
@@ -341,9 +339,9 @@ def summary(runs, name, seconds):
 
 
 def last_lines(log):
-    """The last lines of a log that are not empty."""
+    """The last six lines of a log that are not empty."""
     try:
         with open(log, encoding="utf-8", errors="replace") as f:
-            return deque((line.rstrip() for line in f if line.strip()), LOG_LINES)
+            return deque((line.rstrip() for line in f if line.strip()), maxlen=6)
     except OSError:
         return []

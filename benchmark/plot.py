@@ -128,7 +128,9 @@ def get_datasets(logdir, condition=None, select=(), exclude=()):
             continue
         exp_name, env = config.get("exp_name"), config.get("env_id") or config.get("env_name")
         name = condition or (printable(exp_name, 200) if isinstance(exp_name, str) else "")
-        name = name or printable(os.path.basename(os.path.abspath(run)), 200)
+        if not name:
+            name = printable(os.path.basename(os.path.abspath(run)), 200)
+            warn(f"{run}: no exp_name in config.json, plotted as {name}")
         algo, _, framework = Path(str(config.get("script", ""))).stem.partition("_")
         units[name] = units.get(name, -1) + 1
         performance = "AverageTestEpRet" if "AverageTestEpRet" in frame else "AverageEpRet"
@@ -377,8 +379,7 @@ def make_plots(all_logdirs, **options):
         for curve in collect_curves(datasets, args.xaxis, value, args.count, args.smooth, args.est):
             panels.setdefault((curve.attrs["env"], value), []).append(curve)
     if not panels:
-        columns = " and ".join((args.xaxis, *args.value))
-        raise ValueError(f"nothing to plot: no run has {columns} in {' '.join(args.logdir)}")
+        raise ValueError(f"nothing to plot: no run has {' and '.join((args.xaxis, *args.value))}")
     if args.reference and (args.xaxis, *args.value) != ("TotalEnvInteracts", "Performance"):
         raise ValueError("--reference needs --xaxis TotalEnvInteracts and --value Performance")
     if args.csv:
@@ -407,8 +408,7 @@ def main(argv=None):
             args.out = args.out or (None if args.csv else "plot.png")
         elif plt.get_backend().lower() == "agg":  # what Matplotlib falls back to
             raise UsageError("--show needs a display and a window toolkit (tkinter, PyQt)")
-        options = vars(args).copy()
-        make_plots(options.pop("logdir"), **options)
+        make_plots(args.logdir, **{k: v for k, v in vars(args).items() if k != "logdir"})
     except (ValueError, OSError, ImportError) as e:
         print(f"plot.py: error: {printable(e, 1000)}", file=sys.stderr)
         sys.exit(2)

@@ -74,10 +74,10 @@ def settings_of(config):
     """
     if str(config.get("exp_name")).startswith("strong_"):
         return "strong"
-    family = family_of(Path(config["script"]).stem)
+    plain = PLAIN[family_of(Path(config["script"]).stem)] | PLAIN["both"]
     norms = [key for key in ("norm_obs", "norm_rew") if config.get(key)]
     words = ["normalised"] if len(norms) == 2 else norms
-    for key, value in (PLAIN[family] | PLAIN["both"]).items():
+    for key, value in plain.items():
         if key in config and config[key] != value:
             words.append(f"{key} {config[key]}".replace(",", ""))
     return ", ".join(words) or "plain"
