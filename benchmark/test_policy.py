@@ -285,8 +285,6 @@ def main(argv=None):
         f"mean {np.mean(returns):.3f}   std {np.std(returns):.3f}   "
         f"min {np.min(returns):.3f}   max {np.max(returns):.3f}   length {np.mean(lengths):.1f}"
     )
-    if args.video:
-        print(f"videos are in {args.video}")
 
 
 if __name__ == "__main__":
