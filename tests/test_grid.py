@@ -1,7 +1,6 @@
 """benchmark/grid.py: names, checks, and what becomes of runs that end well, fail, or are killed.
 
-The runs are those of tests/fake_script.py, which takes milliseconds. A sweep of real scripts is
-killed in test_faults.py.
+The runs are those of tests/fake_script.py, which takes milliseconds.
 """
 
 import contextlib
