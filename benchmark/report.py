@@ -9,7 +9,8 @@ script, environment, settings and seed.
 
 A table goes between two lines of a page, `<!-- results: NAME -->` and `<!-- results: end -->`; NAME
 is an algorithm, on-policy, off-policy, summary or cost. Returns are smoothed as the published
-curves are: each seed by itself, over 11 epochs of 4000 steps, centred.
+curves are: each seed by itself, over 11 epochs of 4000 steps, centred. A link to a function,
+[`name`](algos/script.py#L1), gets the number of its line.
 """
 
 import contextlib
@@ -251,15 +252,16 @@ def returns(results, algos):
 
 
 def summary(results):
-    """Our returns alone, a row for each script."""
+    """The scripts' lengths and our returns, a row for each script."""
     rows = []
     for family in FAMILIES.values():
         for algo in family:
             for framework in FRAMEWORKS:
                 script = f"{algo}_{framework}"
                 cells = [our_cell(results, algo, framework, env) or "–" for env in ENVS]
-                rows.append([f"[{script}.py](algos/{script}.py)", *cells])
-    return markdown(["", *ENVS], rows)
+                lines = len((ROOT / "algos" / f"{script}.py").read_text().splitlines())
+                rows.append([f"[{script}.py](algos/{script}.py)", lines, *cells])
+    return markdown(["", "lines", *ENVS], rows)
 
 
 def cost(results):
@@ -373,6 +375,16 @@ def fill(text, tables):
     return re.sub(pattern, replace, text, flags=re.S)
 
 
+def link_functions(text):
+    """A page whose links to functions, [`name`](algos/script.py#L1), lead to their lines."""
+
+    def replace(match):
+        before, *_ = re.split(rf"(?:def|class) {match[1]}\b", (ROOT / match[2]).read_text())
+        return f"[`{match[1]}`]({match[2]}#L{before.count(chr(10)) + 1})"
+
+    return re.sub(r"\[`(\w+)`\]\((algos/\w+\.py)#L\d+\)", replace, text)
+
+
 def make(root=ROOT):
     """All figures and pages: {path: text}."""
     folder = root / "benchmark" / "results"
@@ -388,7 +400,8 @@ def make(root=ROOT):
     files[folder / "off_policy.svg"] = figure(results, FAMILIES["off-policy"], height=1.7)
     for path in [root / "README.md", *sorted(folder.glob("*.md"))]:
         up = "../" * len(path.relative_to(root).parents[:-1])  # links are relative to the page
-        files[path] = fill(path.read_text(), tables).replace("](algos/", f"]({up}algos/")
+        text = link_functions(fill(path.read_text(), tables))
+        files[path] = text.replace("](algos/", f"]({up}algos/")
     return files
 
 
