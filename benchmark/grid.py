@@ -63,7 +63,7 @@ from rich.table import Table
 
 from benchmark import flags, launch, slurm
 from common import UsageError
-from common.args import PosInt, check_args, flag, help_text, parse_args
+from common.args import PosInt, check_args, flag, parse_args
 from common.mpi_tools import cores
 from common.serialization import printable, read_text
 
@@ -542,8 +542,7 @@ def read_value(word):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if {"-h", "--help"} & set(argv):
-        launch.say(help_text(Options))
-        sys.exit(0)
+        parse_args(Options, ["--help"])
     try:
         heads, found = read_words(argv)
         options = take_options(found)

@@ -59,13 +59,13 @@ def test_flags():
         ("--lr nan", "--lr must be above 0, not nan"),
         ("--lr inf", "--lr must be above 0, not inf"),
         ("--gamma 2", "--gamma must be between 0 and 1, not 2.0"),
-        ("--sizes 64 0", "--sizes must be at least 1, not 0"),
-        ("--seed -1", "--seed must be at least 0, not -1"),
+        ("--sizes 64 0", "--sizes must be a list, each an integer of at least 1, not (64, 0)"),
+        ("--seed -1", "--seed must be an integer of at least 0, not -1"),
         ("--n 1.5", "Error parsing --n: invalid literal for int() with base 10: '1.5'"),
         ("--n", "Missing value for argument '--n'. Expected 1 values."),
         ("--vebrose", "Unrecognized options: --vebrose (perhaps --verbose?)"),
         ("--activation foo", "invalid choice 'foo' for argument '--activation'. Expected one of ("),
-        ("--num-cpu 0", "--num-cpu must be at least 1, not 0"),
+        ("--num-cpu 0", "--num-cpu must be an integer of at least 1 or 'auto', not 0"),
         ("--num-cpu all", "Error parsing --num-cpu: "),
         ("--resume /nowhere --lr 1", "cannot resume /nowhere: "),
         ("stray", "Unrecognized options: stray"),
@@ -192,10 +192,8 @@ def test_help(script, capsys):
     out = capsys.readouterr().out
     assert not e.value.code and f"{script}.py" in out
     names = [field.name for field in dataclasses.fields(module.Args)]
-    assert all(f"\n  --{name.replace('_', '-')}" in out for name in names)
-    groups = ["Experiment", "Environment", "Training", script.split("_")[0].upper()]
-    assert [out.index(f"\n{group}:\n") for group in groups]
-    assert "discount factor (between 0 and 1; default 0.99)" in " ".join(out.split())
+    assert all(f" --{name.replace('_', '-')}" in out for name in names)
+    assert "discount factor (default: 0.99)" in out
 
 
 @pytest.mark.parametrize(
@@ -325,7 +323,7 @@ def test_resume_takes_the_arguments_of_a_directory(tmp_path, monkeypatch, datest
         vpg = load_script("vpg_torch")
         vpg.train(parse_args(vpg.Args, ["--resume", str(directory)]))
     (directory / "config.json").write_text('{"gamma": "high"}')
-    with pytest.raises(UsageError, match="--gamma must be of type float"):
+    with pytest.raises(UsageError, match="--gamma must be between 0 and 1, not 'high'"):
         parse_args(module.Args, ["--resume", str(directory)])
 
 
