@@ -1,7 +1,5 @@
 """Checkpoints: what is saved comes back, damage is noticed, nothing is ever unpickled."""
 
-import pickle
-
 import numpy as np
 import pytest
 from conftest import mpi
@@ -62,42 +60,33 @@ def test_two_are_kept_and_the_newest_comes_back(tmp_path):
     assert_same({**STATE, "t": 3}, state)
 
 
-def damage_bytes(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+def flip_a_bit(data):
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
 DAMAGES = {
-    "bit flipped": damage_bytes,
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-7]),
-    "empty": lambda path: path.write_bytes(b""),
-    "missing": lambda path: path.unlink(),
-    "pickle": lambda path: path.write_bytes(pickle.dumps(Boom())),
+    "bit flipped": flip_a_bit,
+    "truncated": lambda data: data[:-7],
+    "empty": lambda data: b"",
+    "pickle": None,
 }
 
 
-class Boom:
-    def __reduce__(self):
-        return (pytest.fail, ("a pickle was executed",))
-
-
-@pytest.mark.parametrize("file", ["rank_0.npz", "manifest.json"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_noticed(tmp_path, capsys, damage, file):
+def test_damage_is_noticed(tmp_path, capsys, planted, damage):
+    """The checkpoint before is used, loudly; without one the run is refused."""
     saver = Checkpointer(tmp_path)
     saver.save(1, {**STATE, "t": 1})
     saver.save(2, {**STATE, "t": 2})
-    DAMAGES[damage](tmp_path / "epoch_000002" / file)
-    if file == "manifest.json" and damage == "bit flipped":  # any byte of JSON may still be JSON
-        (tmp_path / "epoch_000002" / file).write_text('{"epoch": 2, "ranks": 1, "files": {}}')
+    first, second = (tmp_path / f"epoch_00000{epoch}" / "rank_0.npz" for epoch in (1, 2))
+    second.write_bytes(DAMAGES[damage](second.read_bytes()) if DAMAGES[damage] else planted)
     epoch, state = Checkpointer(tmp_path).load()
     assert (epoch, state["t"]) == (1, 1)
     assert "checkpoint epoch_000002 is damaged" in capsys.readouterr().err
-    DAMAGES[damage](tmp_path / "epoch_000001" / file)
-    if damage != "bit flipped" or file != "manifest.json":
-        with pytest.raises(CheckpointError, match="no usable checkpoint"):
-            Checkpointer(tmp_path).load()
+    first.write_bytes(second.read_bytes())
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        Checkpointer(tmp_path).load()
 
 
 class Buffer:
@@ -154,7 +143,8 @@ def test_back_to_the_checkpoint_before(tmp_path):
     for epoch in range(1, 6):
         buffer.store(4)
         saver.save(epoch, STATE, buffer)
-    damage_bytes(tmp_path / "journal" / "rank_0_000005.npz")
+    part = tmp_path / "journal" / "rank_0_000005.npz"
+    part.write_bytes(flip_a_bit(part.read_bytes()))
     saver, buffer = Checkpointer(tmp_path), Buffer()
     assert saver.load(buffer)[0] == 4
     assert buffer.count == 16 and sorted(buffer.data[:, 0]) == list(range(6, 16))
@@ -164,7 +154,7 @@ def test_back_to_the_checkpoint_before(tmp_path):
     assert epoch == 5 and sorted(other.data[:, 0]) == list(range(10, 20))
 
 
-def test_several_ranks(tmp_path):
+def test_several_ranks(tmp_path, capsys):
     source = """
 import os
 import numpy as np
@@ -191,5 +181,6 @@ assert epoch == 1 and list(state["mine"]) == [proc_id(), 1]
 print("all well", flush=True)
 """
     assert mpi(tmp_path, source, 2, cwd=tmp_path).stdout.count("all well") == 2
-    with pytest.raises(CheckpointError, match="is of 2 ranks, and this run has 1"):
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
         Checkpointer(tmp_path / "saves").load()
+    assert "it is of 2 ranks, and this run has 1" in capsys.readouterr().err

@@ -78,7 +78,7 @@ def train(script, **more):
 
 def saved_state(directory, rank=0):
     newest = sorted(directory.glob("checkpoint/epoch_*"))[-1]
-    return tree_from_bytes((newest / f"rank_{rank}.npz").read_bytes())["script"]
+    return tree_from_bytes((newest / f"rank_{rank}.npz").read_bytes())["state"]["script"]
 
 
 @pytest.fixture(autouse=True)
@@ -437,7 +437,7 @@ while True:
 print("deaths:", deaths)
 """
     out = mpi(tmp_path, source, 1, cwd=tmp_path).stdout
-    assert int(out.split("deaths:")[1]) >= 12
+    assert int(out.split("deaths:")[1]) >= 10
 
 
 @pytest.mark.parametrize(
