@@ -107,6 +107,8 @@ def read_json(path):
         value = json.loads(read_text(path))
         if not isinstance(value, dict):
             raise ValueError("it holds no object")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{path} is missing") from None
     except (PermissionError, ValueError, RecursionError) as e:
         raise ValueError(f"{path} is damaged: {e}") from e
     return value

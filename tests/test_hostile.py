@@ -489,5 +489,5 @@ def test_data_dir_itself_may_be_a_link(tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "data").symlink_to(tmp_path / "disk")
     made = logger.setup_logger_kwargs("run", 0, str(tmp_path / "data"))
-    logger.Logger(**made).close_lock()
+    logger.EpochLogger(**made).close_lock()
     assert (tmp_path / "disk" / "run" / "run_s0").is_dir()

@@ -13,7 +13,7 @@ from conftest import ROOT, Args, mpi
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import UsageError, serialization
-from common.logger import EpochLogger, Logger, colorize, mark, setup_logger_kwargs, start_run
+from common.logger import EpochLogger, mark, setup_logger_kwargs, start_run
 
 
 def one_epoch(logger, epoch, returns):
@@ -106,14 +106,11 @@ def test_no_framework_is_imported():
 
 
 def test_columns_are_the_same_in_every_row(tmp_path):
-    logger = Logger(tmp_path / "a")
+    logger = EpochLogger(tmp_path / "a")
     logger.log_tabular("A", 1)
-    with pytest.raises(KeyError, match="A is set already"):
-        logger.log_tabular("A", 2)
     logger.dump_tabular()
-    with pytest.raises(KeyError, match="B was not in the first row"):
-        logger.log_tabular("B", 1)
-    with pytest.raises(KeyError, match="were not set"):
+    logger.log_tabular("B", 1)
+    with pytest.raises(KeyError, match=r"columns \['A', 'B'\] are not in every row"):
         logger.dump_tabular()
 
 
@@ -225,9 +222,9 @@ def test_killed_before_the_first_status(tmp_path):
 def test_unwritable_directory(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot write to"):
-        Logger(tmp_path / "file" / "run")
+        EpochLogger(tmp_path / "file" / "run")
     with pytest.raises(UsageError, match="cannot write to"):
-        Logger("/proc/nothing/here")
+        EpochLogger("/proc/nothing/here")
 
 
 def test_a_full_disk_has_room_for_the_status(tmp_path, monkeypatch):
@@ -297,7 +294,7 @@ def test_no_episode_ended(tmp_path, capsys):
         one_epoch(logger, logger.epoch, returns)
     out = capsys.readouterr().out
     assert out.count("WARNING: no episode ended in epoch 1, so EpRet is nan") == 1
-    assert out.count("WARNING") == 1 and "Raise --steps-per-epoch" in out
+    assert out.count("WARNING") == 1 and "raise --steps-per-epoch" in out
 
 
 # Snapshots ----------------------------------------------------------------------------------------
@@ -419,7 +416,3 @@ def test_a_program_of_ones_own(tmp_path, number, read):
     check += "mine = (np.tanh(np.ones((1, 1)) @ W1 + b1) @ W2 + b2).item()\n"
     check += "assert abs(mine - y) < 1e-5 and abs(y - np.sin(1)) < 0.2, (mine, y)"
     mpi(tmp_path, check, 1)
-
-
-def test_colorize():
-    assert colorize("x", "red", bold=True) == "\x1b[1;31mx\x1b[0m"

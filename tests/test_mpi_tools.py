@@ -32,8 +32,7 @@ assert mpi_op(proc_id(), "MAX") == n - 1 and mpi_op(proc_id(), "MIN") == 0
 assert mpi_sum(2.0**24 + 1) == n * (2.0**24 + 1)  # more than float32 can count
 assert broadcast({"from": proc_id()}) == {"from": 0} and broadcast(proc_id(), root=n - 1) == n - 1
 assert allgather(proc_id()) == list(range(n))
-out = np.empty(3, np.float32)
-allreduce(np.full(3, 1.5, np.float32), out)
+out = allreduce(np.full(3, 1.5, np.float32))
 assert out.dtype == np.float32 and (out == 1.5 * n).all()
 assert rank_share("--steps", 12) == 12 // n
 assert barrier(timeout=5)
@@ -162,7 +161,7 @@ def test_adam_takes_the_steps_of_torch(tmp_path):
     """Eagerly, on ranks with half a batch each; stopped and restored in the middle."""
     source = """
 import torch
-from common.mpi_pytorch import MpiAdamOptimizer, to_arrays, to_tensors
+from common.mpi_pytorch import MpiAdamOptimizer, load_state_dicts, state_dicts
 from common.mpi_tools import *
 x = torch.randn(20, 8, 4, generator=torch.Generator().manual_seed(0))
 ours, theirs = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
@@ -182,9 +181,9 @@ for i, batch in enumerate(x):
     optimizer.apply_gradients(grads)
     adam.step()
     if i == 9:
-        saved = to_arrays(optimizer.state_dict())
+        saved = state_dicts({"adam": optimizer})
         optimizer = MpiAdamOptimizer(ours.parameters(), 1e-2, beta1=0.8)
-        optimizer.load_state_dict(to_tensors(saved))
+        load_state_dicts({"adam": optimizer}, saved)
 for p, q in zip(ours.parameters(), theirs.parameters()):
     torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 """
