@@ -36,10 +36,10 @@ class Range(NamedTuple):
     holds: Callable
 
 
-def _json_dict(text):
-    value = json.loads(text)
+def _json_dict(words):
+    value = json.loads(words[0])
     if not isinstance(value, dict):
-        raise ValueError(f"expected a JSON object, got {text}")
+        raise ValueError(f"expected a JSON object, got {words[0]}")
     return value
 
 
@@ -49,15 +49,9 @@ PosFloat = Annotated[float, Range("above 0", lambda x: 0 < x < math.inf)]
 NonNegFloat = Annotated[float, Range("at least 0", lambda x: 0 <= x < math.inf)]
 Unit = Annotated[float, Range("between 0 and 1", lambda x: 0 <= x <= 1)]
 Sizes = tuple[PosInt, ...]
+_IS_DICT, _TO_JSON = lambda x: isinstance(x, dict), lambda x: [json.dumps(x)]
 JsonDict = Annotated[
-    dict,
-    PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=lambda words: _json_dict(words[0]),
-        is_instance=lambda x: isinstance(x, dict),
-        str_from_instance=lambda x: [json.dumps(x)],
-    ),
+    dict, PrimitiveConstructorSpec(1, "JSON", _json_dict, _IS_DICT, str_from_instance=_TO_JSON)
 ]
 
 
@@ -130,8 +124,7 @@ def _fits(hint, value):
     """Whether a value is of an annotated type. A bool is no int here, and an int is a float."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        ranges = [extra for extra in inner[1:] if isinstance(extra, Range)]
-        return _fits(inner[0], value) and all(bounds.holds(value) for bounds in ranges)
+        return _fits(inner[0], value) and (not isinstance(inner[1], Range) or inner[1].holds(value))
     if origin in (Union, types.UnionType):
         return any(_fits(part, value) for part in inner)
     if origin is Literal:

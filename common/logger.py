@@ -30,24 +30,17 @@ from tqdm import tqdm
 
 from common import UsageError, run_dir
 from common.checkpoint import Checkpointer
-from common.mpi_tools import (
-    barrier,
-    broadcast,
-    check_finite,
-    mpi_statistics_scalar,
-    on_rank_0,
-    proc_id,
-)
+from common.mpi_tools import check_finite, mpi_op, mpi_statistics_scalar, on_rank_0, proc_id
 from common.run_dir import setup_logger_kwargs
 from common.serialization import convert_json, write_atomically, write_json
-from common.signals import stop_requested
 
 COLORS = ["gray", "red", "green", "yellow", "blue", "magenta", "cyan"]
 TAGS = {"AverageEpRet": "charts/episodic_return", "EpLen": "charts/episodic_length"}
 TAGS |= {"AverageTestEpRet": "eval/episodic_return", "TestEpLen": "eval/episodic_length"}
 LOSSES = ("Loss", "DeltaLoss", "KL", "Entropy", "ClipFrac", "StopIter", "Alpha")
 
-_open_logger = None  # the logger of the script's run, which `mark` and `release` are about
+_open_logger = None  # the logger of the script's run, which `abandon` is about
+stop_signal = None  # the signal that asked this process to stop
 
 
 def start_run(args, script):
@@ -80,18 +73,18 @@ def start_run(args, script):
     return logger
 
 
-def mark(status, error=None):
-    """Write down how the open run ended, from any rank; nothing happens if none is open."""
+def abandon(status, error):
+    """Write down how the open run ended, from any rank, and close it, if one is open."""
     if _open_logger is not None:
         # The disk may be what failed: then the way out must not fail too.
         with contextlib.suppress(Exception):
             _open_logger.write_status(status, error)
-
-
-def release():
-    """Close the open run's files and let other processes have its directory."""
-    if _open_logger is not None:
         _open_logger.close_lock()
+
+
+def stop_requested():
+    """Whether any rank was asked to stop; the same answer on all ranks."""
+    return mpi_op(stop_signal is not None, "MAX") > 0
 
 
 class EpochLogger:
@@ -111,7 +104,7 @@ class EpochLogger:
 
     def __init__(self, output_dir=None, exp_name=None, resume=False, overwrite=False):
         if output_dir is None:
-            now = f"{broadcast(datetime.now()):%Y-%m-%d_%H-%M-%S-%f}"
+            now = f"{on_rank_0(datetime.now):%Y-%m-%d_%H-%M-%S-%f}"
             output_dir = Path(tempfile.gettempdir(), "experiments", now)
         self.output_dir = Path(output_dir)
         self.progress_path = self.output_dir / "progress.txt"
@@ -125,9 +118,12 @@ class EpochLogger:
         self.finished = False  # whether the run that is resumed has no epoch left to do
         self.start_time = time.time()  # less what the run had taken before this process
         self.charted = 0, self.start_time  # steps and time of the last row for TensorBoard
-        self.progress_file = self.events = None
-        self._lock = on_rank_0(run_dir.claim, self.output_dir, resume, overwrite)
+        self.progress_file = self.events = self._lock = None
+        on_rank_0(self._claim, resume, overwrite)
         self.checkpointer = Checkpointer(self.output_dir / "checkpoint")
+
+    def _claim(self, resume, overwrite):
+        self._lock = run_dir.claim(self.output_dir, resume, overwrite)
 
     def save_config(self, config, script=None):
         """Write config.json: the arguments, and the versions that the numbers depend on.
@@ -147,7 +143,7 @@ class EpochLogger:
             fixed = {*args, "script", "ranks"} - run_dir.FREE_TO_CHANGE
             if args.get("anneal_lr"):  # the learning rate depends on how many epochs there are
                 fixed |= {"epochs"}
-            found = broadcast(on_rank_0(run_dir.check_resume, self.output_dir, config, fixed))
+            found = on_rank_0(run_dir.check_resume, self.output_dir, config, fixed)
             self.epoch, self.finished, warnings = found
             for text in warnings:
                 self.log(f"WARNING: {text}", "yellow")
@@ -326,9 +322,8 @@ class EpochLogger:
         if state is not None:
             saved = {"script": state, "headers": self.headers, "time": self.time()}
             self.checkpointer.save(self.epoch, {**saved, "best": self.best}, buffer)
-        if proc_id() == 0:
-            self.write_status("running")
-        barrier()  # so that a rank that fails right after this has the last word in status.json
+        # The ranks wait for it: one that fails right after this has the last word in status.json.
+        on_rank_0(self.write_status, "running")
 
     def _save_policy(self, policy):
         """Write policy.npz; its snapshots too, at the saves that an undisturbed run makes."""
@@ -342,9 +337,8 @@ class EpochLogger:
                 self.best = returns
                 names.append("policy_best.npz")
         for name in names:
-            write_atomically(
-                self.output_dir / name, lambda f: np.savez(f, allow_pickle=False, **policy)
-            )
+            path = self.output_dir / name
+            write_atomically(path, lambda f: np.savez(f, allow_pickle=False, **policy))
 
     def load_state(self, buffer=None):
         """Go back to the newest checkpoint, if the run is resumed and has one.
@@ -383,7 +377,5 @@ def _tag(column):
 def _table(row):
     """A row as two aligned columns in a frame."""
     cells = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()}
-    left, right = (max(map(len, column)) for column in (cells, cells.values()))
-    rule = "-" * (left + right + 7)
-    lines = [f"| {k:>{left}} | {v:>{right}} |" for k, v in cells.items()]
-    return "\n".join([rule, *lines, rule])
+    lines = [f"| {k:>20} | {v:>12} |" for k, v in cells.items()]
+    return "\n".join(["-" * 39, *lines, "-" * 39])

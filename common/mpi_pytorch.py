@@ -17,7 +17,7 @@ from tqdm import tqdm
 from common import UsageError
 from common.cpu import keep_freed_memory, switch_mkl
 from common.mpi_tools import (
-    allreduce,
+    average,
     barrier,
     broadcast,
     check_finite,
@@ -100,7 +100,7 @@ def mpi_compile(function, **options):
 def mpi_avg_tensor(x: torch.Tensor) -> torch.Tensor:
     """Average a tensor over all ranks: an operator of its own, so a compiled graph can hold it."""
     _let_others_compile()  # in a graph's first call: it is compiled by now, and needs them all
-    return torch.from_numpy(allreduce(to_arrays(x)) / num_procs()).to(x.device)
+    return torch.from_numpy(average(to_arrays(x))).to(x.device)
 
 
 @mpi_avg_tensor.register_fake

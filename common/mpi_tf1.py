@@ -11,14 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.mpi_tools import (
-    allreduce,
-    broadcast,
-    check_finite,
-    num_procs,
-    proc_id,
-    threads_per_rank,
-)
+from common.mpi_tools import average, broadcast, check_finite, num_procs, proc_id, threads_per_rank
 
 
 def _load_tensorflow():
@@ -86,8 +79,7 @@ def mpi_avg_tensor(x):
     """Average a float32 tensor of known shape over all ranks, with one message."""
     if num_procs() == 1:
         return x
-    average = tf.numpy_function(lambda x: allreduce(x) / np.float32(num_procs()), [x], tf.float32)
-    return tf.ensure_shape(average, x.shape)
+    return tf.ensure_shape(tf.numpy_function(average, [x], tf.float32), x.shape)
 
 
 class MpiAdamOptimizer:
@@ -172,15 +164,12 @@ def save_model(sess, inputs, outputs, output_dir):
     if not tf.get_collection("saver"):  # made once: each new one would add its ops to the graph
         tf.add_to_collection("saver", tf.train.Saver())
     signature = tf.saved_model.predict_signature_def(inputs, outputs)
+    signatures = {tf.saved_model.DEFAULT_SERVING_SIGNATURE_DEF_KEY: signature}
+    (saver,), tags = tf.get_collection("saver"), [tf.saved_model.SERVING]
     # The directory of a save that fails is deleted, and leaves room to say so on a full disk.
     with tempfile.TemporaryDirectory(".tmp", ".", output_dir) as temporary:
         builder = tf.saved_model.Builder(f"{temporary}/tf1_save")
-        builder.add_meta_graph_and_variables(
-            sess,
-            [tf.saved_model.SERVING],
-            signature_def_map={tf.saved_model.DEFAULT_SERVING_SIGNATURE_DEF_KEY: signature},
-            saver=tf.get_collection("saver")[0],
-        )
+        builder.add_meta_graph_and_variables(sess, tags, signatures, saver=saver)
         builder.save()
         path = Path(output_dir, "tf1_save")
         shutil.rmtree(path, ignore_errors=True)

@@ -89,9 +89,14 @@ def mpi_avg(x):
     return mpi_sum(x) / num_procs()
 
 
-def broadcast(x, root=0):
-    """Rank `root`'s value of `x` (any small Python object or array), on every rank."""
-    return x if num_procs() == 1 else _mpi().COMM_WORLD.bcast(x, root=root)
+def average(x):
+    """Mean of array `x` over all ranks, elementwise, in its own dtype."""
+    return allreduce(x) / x.dtype.type(num_procs())
+
+
+def broadcast(x):
+    """Rank 0's value of `x` (any small Python object or array), on every rank."""
+    return x if num_procs() == 1 else _mpi().COMM_WORLD.bcast(x)
 
 
 def allgather(x):
@@ -100,7 +105,7 @@ def allgather(x):
 
 
 def on_rank_0(call, *args):
-    """Call a function on rank 0 alone, and return what it returns; None on the other ranks.
+    """Call a function on rank 0 alone, and return on all ranks what it returns there.
 
     Raises:
         UsageError: on all ranks, if the function raised it.
@@ -111,7 +116,8 @@ def on_rank_0(call, *args):
             result = call(*args)
         except UsageError as e:
             error = e
-    if error := broadcast(error):
+    result, error = broadcast((result, error))
+    if error:
         raise error
     return result
 
@@ -260,10 +266,8 @@ def mpi_fork(n):
     if n == 1 or (under_mpirun and n == num_procs()):
         return
     if under_mpirun:
-        raise UsageError(
-            f"--num-cpu {n}, but MPI counts {num_procs()} ranks: leave the flag out under "
-            "mpirun; without mpirun, mpi4py and the mpirun on PATH are of different MPIs"
-        )
+        why = "leave the flag out; if you did not call mpirun, it is not of mpi4py's MPI"
+        raise UsageError(f"--num-cpu {n}, but MPI counts {num_procs()} ranks under mpirun: {why}")
     mpirun = find_mpirun()
     if mpirun is None:
         raise UsageError(f"--num-cpu {n} needs mpirun, and there is none on PATH")

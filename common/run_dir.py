@@ -204,9 +204,9 @@ def cut_progress(path, epoch):
         return 0
     try:
         lines = path.read_bytes().splitlines(keepends=True)[: epoch + 1]
-        header = lines[0].decode().rstrip("\n").split("\t")
-        table = np.loadtxt(lines[1:], delimiter="\t", comments=None, ndmin=2)
-        if table.shape != (epoch, len(header)) or not lines[-1].endswith(b"\n"):
+        header, *rows = [x.decode()[:-1].split("\t") for x in lines if x.endswith(b"\n")]
+        table = np.array(rows, dtype=float)
+        if table.shape != (epoch, len(header)):
             raise ValueError(f"it does not have the rows of {epoch} epochs")
         step = int(dict(zip(header, table[-1], strict=True)).get("TotalEnvInteracts", epoch))
     except (OSError, ValueError, LookupError, OverflowError) as e:

@@ -4,7 +4,6 @@ readers for files of unknown origin, which execute nothing and refuse what would
 
 import dataclasses
 import json
-import math
 import os
 import zipfile
 from pathlib import Path
@@ -14,36 +13,27 @@ from numpy.lib.format import read_array
 
 from common import UsageError
 
-MAX_DEPTH = 100  # of nested lists and dicts in JSON; Python's own reader gives up at about 1000
 MAX_TEXT = 64 << 20  # bytes of a text file that is read: a run's largest is its progress.txt
 
 
-def convert_json(obj, parents=()):
-    """Turn any object into what `json.dumps(..., allow_nan=False)` accepts.
+def convert_json(obj):
+    """Turn an object into what `json.dumps(..., allow_nan=False)` accepts.
 
     Numbers, strings, None, lists and dicts stay (keys become strings); NumPy scalars and arrays
     become numbers and lists; NaN and infinities become None, since JSON has neither; dataclasses
-    become dicts, functions and classes their names, and any other object its repr. A cycle ends in
-    "...", and so does what is nested deeper than MAX_DEPTH.
+    become dicts, functions and classes their names, and any other object its string.
     """
-    if isinstance(obj, np.generic | np.ndarray):
-        obj = obj.tolist()
-    if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
-        obj = vars(obj)
-    if id(obj) in parents or len(parents) > MAX_DEPTH:
-        return "..."
-    parents = (*parents, id(obj))
-    if isinstance(obj, dict):
-        return {str(key): convert_json(value, parents) for key, value in obj.items()}
-    if isinstance(obj, list | tuple | set | frozenset):
-        return [convert_json(value, parents) for value in obj]
-    if isinstance(obj, float):
-        return obj if math.isfinite(obj) else None
-    if obj is None or isinstance(obj, bool | int | str):
-        return obj
-    if isinstance(obj, Path):
-        return str(obj)
-    return getattr(obj, "__name__", None) or repr(obj)
+
+    def plain(x):
+        if isinstance(x, np.generic | np.ndarray):
+            return x.tolist()
+        if isinstance(x, set | frozenset):
+            return list(x)
+        if dataclasses.is_dataclass(x) and not isinstance(x, type):
+            return vars(x)
+        return getattr(x, "__name__", None) or str(x)
+
+    return json.loads(json.dumps(obj, default=plain), parse_constant=lambda name: None)
 
 
 def check_inside(data_dir, path):

@@ -20,8 +20,6 @@ class Config:
 
 
 def test_convert_json():
-    cyclic = {"a": 1}
-    cyclic["self"] = cyclic
     cases = [
         (np.int64(3), 3),
         (np.bool_(True), True),
@@ -32,9 +30,7 @@ def test_convert_json():
         (Config, "Config"),
         (1j, "1j"),
         (Path("a") / "b", "a/b"),
-        ({1: 2, (1, 2): 3, None: {4}}, {"1": 2, "(1, 2)": 3, "None": [4]}),
-        (cyclic, {"a": 1, "self": "..."}),
-        ([[1]] * 2, [[1], [1]]),  # twice is not a cycle
+        ({1: 2, 0.5: 3, None: {4}}, {"1": 2, "0.5": 3, "null": [4]}),
     ]
     for obj, expected in cases:
         assert convert_json(obj) == expected
