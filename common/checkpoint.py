@@ -82,7 +82,7 @@ class Checkpointer:
 
         Args:
             epoch: number of finished epochs.
-            state: this rank's tree (see `tree_to_bytes`).
+            state: this rank's tree (see `tree_to_bytes`), a dict.
             buffer: this rank's replay buffer, if there is one: `data` [size, width], whose row
                 i % size holds the i-th transition, and `count`, the transitions ever stored. Only
                 the rows that are new since the last save are written.
@@ -104,8 +104,8 @@ class Checkpointer:
             _write(self.directory / "journal" / name, {"count": count, "rows": buffer.data[new]})
             parts = {**before, name: count}.items()
             self.journal = {name: stored for name, stored in parts if stored > count - size}
-        part = {"epoch": epoch, "ranks": num_procs(), "journal": self.journal, "state": state}
-        _write(temporary / f"rank_{proc_id()}.npz", part)
+        about = {"epoch": epoch, "ranks": num_procs(), "journal": self.journal}
+        _write(temporary / f"rank_{proc_id()}.npz", {"about": about, **state})
         barrier()
         if proc_id() == 0:
             shutil.rmtree(final, ignore_errors=True)  # a damaged one, found at the last start
@@ -137,16 +137,16 @@ class Checkpointer:
         for name in names:
             error = None
             try:
-                part, journal = self._read(name)
+                about, state, journal = self._read(name)
             except (OSError, ValueError, TypeError, LookupError) as e:
                 error = printable(f"{type(e).__name__}: {e}")
             errors = [e for e in allgather(error) if e]
             if not errors:
-                self.journal = part["journal"]
+                self.journal = about["journal"]
                 for count, rows in journal if buffer is not None else []:
                     buffer.data[np.arange(count - len(rows), count) % len(buffer.data)] = rows
                     buffer.count = count
-                return part["epoch"], part["state"]
+                return about["epoch"], state
             if proc_id() == 0:
                 print(f"WARNING: checkpoint {name} is damaged ({errors[0]})", file=sys.stderr)
         if names:
@@ -154,17 +154,18 @@ class Checkpointer:
         return 0, None
 
     def _read(self, name):
-        """This rank's part of a checkpoint, and the [(count, rows), ...] of its journal."""
-        part = _read(self.directory / name / f"rank_{proc_id()}.npz")
-        if name != f"epoch_{part['epoch']:06d}":
-            raise ValueError(f"it is of epoch {part['epoch']}")
-        if part["ranks"] != num_procs():
-            raise ValueError(f"it is of {part['ranks']} ranks, and this run has {num_procs()}")
-        trees = [_read(self.directory / "journal" / file) for file in part["journal"]]
-        journal = [(tree["count"], tree["rows"]) for tree in trees]
-        if [count for count, _ in journal] != list(part["journal"].values()):
+        """(about, state, [(count, rows), ...] of the journal) of this rank in a checkpoint."""
+        state = _read(self.directory / name / f"rank_{proc_id()}.npz")
+        about = state.pop("about")
+        if name != f"epoch_{about['epoch']:06d}":
+            raise ValueError(f"it is of epoch {about['epoch']}")
+        if about["ranks"] != num_procs():
+            raise ValueError(f"it is of {about['ranks']} ranks, and this run has {num_procs()}")
+        parts = [_read(self.directory / "journal" / file) for file in about["journal"]]
+        journal = [(part["count"], part["rows"]) for part in parts]
+        if [count for count, _ in journal] != list(about["journal"].values()):
             raise ValueError("its journal is of other epochs")
-        return part, journal
+        return about, state, journal
 
 
 def _write(path, tree):

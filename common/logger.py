@@ -118,7 +118,7 @@ class EpochLogger:
         self.finished = False  # whether the run that is resumed has no epoch left to do
         self.start_time = time.time()  # less what the run had taken before this process
         self.charted = 0, self.start_time  # steps and time of the last row for TensorBoard
-        self.progress_file = self.events = self._lock = None
+        self.events = self._lock = None
         on_rank_0(self._claim, resume, overwrite)
         self.checkpointer = Checkpointer(self.output_dir / "checkpoint")
 
@@ -180,7 +180,7 @@ class EpochLogger:
         """Close all files and let other processes have the directory."""
         global _open_logger
         _open_logger = None if _open_logger is self else _open_logger
-        for file in (self.progress_file, self.events, self._lock):
+        for file in (self.events, self._lock):
             if file:
                 file.close()
 
@@ -258,13 +258,12 @@ class EpochLogger:
             raise KeyError(f"columns {sorted(odd)} are not in every row")
         if proc_id() == 0:
             self.log(_table(self.row))
-            if self.progress_file is None:
-                self.progress_file = open(self.progress_path, "a")  # noqa: SIM115
-                if self.progress_file.tell() == 0:
-                    self.progress_file.write("\t".join(self.headers) + "\n")
-            values = [self.row[key] for key in self.headers]
-            self.progress_file.write("\t".join(map(str, values)) + "\n")
-            self.progress_file.flush()
+            with open(self.progress_path, "a") as f:
+                if f.tell() == 0:
+                    f.write("\t".join(self.headers) + "\n")
+                f.write("\t".join(str(self.row[key]) for key in self.headers) + "\n")
+                f.flush()
+                os.fsync(f.fileno())  # a checkpoint never knows more rows than there are
             self._write_events()
         self.epoch += 1
         self.row, self.last_row = {}, self.row
@@ -316,8 +315,6 @@ class EpochLogger:
         """
         check_finite(f"epoch {self.epoch - 1}", parameter=state)
         if proc_id() == 0:
-            if self.progress_file:  # a checkpoint never knows more rows than there are
-                os.fsync(self.progress_file.fileno())
             self._save_policy({**policy, "epoch": self.epoch})
         if state is not None:
             saved = {"script": state, "headers": self.headers, "time": self.time()}

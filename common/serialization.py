@@ -19,9 +19,10 @@ MAX_TEXT = 64 << 20  # bytes of a text file that is read: a run's largest is its
 def convert_json(obj):
     """Turn an object into what `json.dumps(..., allow_nan=False)` accepts.
 
-    Numbers, strings, None, lists and dicts stay (keys become strings); NumPy scalars and arrays
-    become numbers and lists; NaN and infinities become None, since JSON has neither; dataclasses
-    become dicts, functions and classes their names, and any other object its string.
+    Numbers, strings, None, lists and dicts stay (keys become strings; tuples as keys are left out);
+    NumPy scalars and arrays become numbers and lists; NaN and infinities become None, since JSON
+    has neither; dataclasses become dicts, functions and classes their names, and any other object
+    its string.
     """
 
     def plain(x):
@@ -33,7 +34,8 @@ def convert_json(obj):
             return vars(x)
         return getattr(x, "__name__", None) or str(x)
 
-    return json.loads(json.dumps(obj, default=plain), parse_constant=lambda name: None)
+    text = json.dumps(obj, default=plain, skipkeys=True)
+    return json.loads(text, parse_constant=lambda name: None)
 
 
 def check_inside(data_dir, path):

@@ -78,7 +78,7 @@ def train(script, **more):
 
 def saved_state(directory, rank=0):
     newest = sorted(directory.glob("checkpoint/epoch_*"))[-1]
-    return tree_from_bytes((newest / f"rank_{rank}.npz").read_bytes())["state"]["script"]
+    return tree_from_bytes((newest / f"rank_{rank}.npz").read_bytes())["script"]
 
 
 @pytest.fixture(autouse=True)

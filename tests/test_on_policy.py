@@ -206,7 +206,7 @@ for name, epochs, resume in (("whole", 4, False), ("parts", 2, False), ("parts",
     pd.testing.assert_frame_equal(progress(whole), progress(parts), check_exact=True)
 
     # Parameters and optimizers are the same on both ranks, and in both runs.
-    first, *others = [leaves(s["state"]["script"]) for s in rank_states(whole) + rank_states(parts)]
+    first, *others = [leaves(s["script"]) for s in rank_states(whole) + rank_states(parts)]
     assert sum(np.size(x) for x in first) > 10000
     for other in others:
         assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
