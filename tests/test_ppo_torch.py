@@ -134,13 +134,12 @@ def test_model_loads(tmp_path):
     state = torch.load(directory / "torch_save" / "model.pt", weights_only=True)
     env = gym.make("Pendulum-v1")
     ac = ppo.actor_critic(3, env.action_space, (64, 64), "tanh", np.random.default_rng(5))
-    assert not ac.load_state_dict(state, strict=False).missing_keys
+    ac.load_state_dict(state)
     with np.load(directory / "policy.npz", allow_pickle=False) as policy:
         assert str(policy["distribution"]) == "gaussian"
         assert (policy["act_low"], policy["act_high"]) == (-2, 2)
         np.testing.assert_array_equal(policy["log_std"], state["pi.log_std"])
-        np.testing.assert_array_equal(policy["obs_mean"], state["obs_mean"])
-        np.testing.assert_array_equal(policy["obs_std"], state["obs_std"])
+        assert policy["obs_mean"].shape == policy["obs_std"].shape == (3,)
         np.testing.assert_array_equal(policy["weight_2"].T, state["pi.net.4.weight"])
 
 
