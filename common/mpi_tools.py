@@ -67,9 +67,9 @@ def make_rng(seed, use, *key):
 
 def allreduce(x, op="SUM"):
     """Reduce array `x` over all ranks, elementwise, in its own dtype; `op` is SUM, MIN or MAX."""
-    out = x.copy()
+    out = np.array(x)
     if num_procs() > 1:
-        _mpi().COMM_WORLD.Allreduce(x, out, op=getattr(_mpi(), op))
+        _mpi().COMM_WORLD.Allreduce(_mpi().IN_PLACE, out, op=getattr(_mpi(), op))
     return out
 
 

@@ -146,6 +146,8 @@ def check_resume(directory, config, fixed):
     old, status, warnings = config, {"status": "running", "epoch": 0}, []
     try:
         old = read_json(directory / "config.json")
+        if not isinstance(old.get("versions"), dict):
+            raise ValueError(f"{directory / 'config.json'} is damaged: it has no versions")
     except (OSError, ValueError) as e:
         if started or isinstance(e, ValueError):  # else the run was stopped before it wrote one
             raise UsageError(f"cannot resume: {printable(e)}") from e
@@ -165,9 +167,8 @@ def check_resume(directory, config, fixed):
     if status["status"] == "finished" and not finished and not has_checkpoint:
         text = "it is finished, and its checkpoints, replay buffer and all, are deleted"
         raise UsageError(f"cannot extend {directory}: {text}")
-    versions = old["versions"] if isinstance(old.get("versions"), dict) else {}
     for name, now in sorted(config["versions"].items()):
-        if now != (was := versions.get(name)):
+        if now != (was := old["versions"].get(name)):
             warnings.append(f"resuming with {name} {now}; the run began with {printable(was)}")
     return status["epoch"], finished, warnings
 
