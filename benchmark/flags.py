@@ -6,11 +6,11 @@ and nothing else; then `common.args.parse_args` checks the words that a run is s
 
 import ast
 import dataclasses
-import difflib
 import functools
 import importlib
 import inspect
 import json
+import os
 import re
 import sys
 import types
@@ -19,25 +19,17 @@ from pathlib import Path
 
 from common import UsageError
 from common.args import flag, parse_args
+from common.run_dir import FREE_TO_CHANGE
 from common.serialization import printable, read_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL = Path(__file__).with_name("call.py")
-# Flags that every script has and that a sweep sets.
-RESERVED = {
-    "exp_name": "the sweep's name makes it",
-    "data_dir": "it goes to the top of the file",
-    "num_cpu": "it goes to the top of the file",
-    "datestamp": "it goes to the top of the file",
-    "resume": "a sweep resumes by itself",
-    "overwrite": "a sweep never deletes a run",
-}
+# Flags that a sweep sets: by its name, at the top of its file, or by itself.
+RESERVED = ("exp_name", "data_dir", "num_cpu", "datestamp", "resume", "overwrite")
 
 
 def find(thunk):
     """The Script or Function that a path, "module:function" or a function stands for.
-
-    A function `train(args)` beside a dataclass `Args` stands for its script.
 
     Raises:
         UsageError: there is none, or it cannot be imported by name.
@@ -47,48 +39,31 @@ def find(thunk):
             thunk = load(str(Path.cwd()), *thunk.split(":"))
         except Exception as e:  # whatever a module raises
             raise UsageError(f"script: cannot import {thunk}: {e}") from e
-    if not callable(thunk):
-        return Script(_find_file(thunk))
-    where = locate(thunk)
-    names = list(inspect.signature(thunk).parameters)
-    return (
-        Script(inspect.getsourcefile(inspect.unwrap(thunk)))
-        if names == ["args"]
-        else Function(thunk, where)
-    )
-
-
-def _find_file(script):
-    if not isinstance(script, str | Path) or not str(script) or "\0" in str(script):
-        raise UsageError(f"script: expected a path or a function, got {script!r}")
+    if callable(thunk):
+        return Function(thunk)
+    if not isinstance(thunk, str | Path):
+        raise UsageError(f"script: expected a path or a function, got {thunk!r}")
     for base in (Path.cwd(), ROOT):
-        try:
-            if (base / script).is_file():
-                return base / script
-        except OSError:  # too long, for instance
-            continue
-    raise UsageError(f"script: there is no file {script}")
+        if os.path.isfile(base / thunk):
+            return Script(base / thunk)
+    raise UsageError(f"script: there is no file {thunk}")
 
 
 def locate(thing):
     """[directory, module, name] to import a function or class by. UsageError if it has none."""
-    name, module = getattr(thing, "__qualname__", "<"), getattr(thing, "__module__", None)
+    name, module = getattr(thing, "__qualname__", ""), getattr(thing, "__module__", None)
     holder = sys.modules.get(module)
     file = getattr(holder, "__file__", None)
-    if module == "__main__":
-        spec = getattr(holder, "__spec__", None)
-        module = spec.name if spec else Path(file).stem if file else None
-    if "<" in name or not module or functools.reduce(_get, name.split("."), holder) is not thing:
+    if module == "__main__" and file:
+        module = Path(file).stem
+    found = functools.reduce(lambda x, part: getattr(x, part, None), name.split("."), holder)
+    if found is not thing or module == "__main__":
         raise UsageError(
             f"{printable(thing)} cannot be imported by name, as every rank has to: "
             "define it at the top level of a module (no lambda, closure or notebook cell)"
         )
     depth = module.count(".") + (file is not None and Path(file).stem == "__init__")
     return [str(Path(file).resolve().parents[depth]) if file else "", module, name]
-
-
-def _get(thing, name):
-    return getattr(thing, name, None)
 
 
 def load(directory, module, name):
@@ -103,22 +78,21 @@ def check_env(env_id):
     """Raise UsageError if Gymnasium knows no environment of this name; may import its package."""
     import gymnasium
 
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    sys.path.append("")  # the package may be in the current directory, as for the scripts
     try:
         module, _, name = env_id.rpartition(":")
         if module:
             importlib.import_module(module)
-        # "Hopper" stands for its newest version.
-        known = re.compile(rf"{re.escape(name)}(-v\d+)?")
-        if not any(map(known.fullmatch, gymnasium.registry)):
-            gymnasium.spec(name)  # says what there is instead
+        gymnasium.spec(name)
     except Exception as e:  # a package may raise anything
         raise UsageError(f"no environment {env_id}: {' '.join(str(e).split())}") from e
 
 
 class Script:
     """A script whose flags are the fields of its dataclass `Args`."""
+
+    record = ""  # where in a run's directory its config.json, status.json and .lock are
+    free = FREE_TO_CHANGE | {"exp_name"}  # arguments that a run's numbers do not depend on
 
     def __init__(self, path):
         self.path, self.name, self.label = Path(path), Path(path).stem, Path(path).name
@@ -139,9 +113,7 @@ class Script:
         """All arguments of a run: {name: value}, as its config.json records them."""
         for name in params:
             if name in RESERVED:
-                raise UsageError(f"{name} cannot be set here: {RESERVED[name]}")
-            if name not in self.hints:
-                raise UsageError(f"{self.label} has no flag {flag(name)}{near(name, self.hints)}")
+                raise UsageError(f"{name} is no argument of a run: the sweep itself sets it")
         args = parse_args(self.Args, self.words(params))
         if "env_id" in params:
             check_env(args.env_id)
@@ -152,9 +124,9 @@ class Script:
         words = []
         for name, value in params.items():
             option, many = flag(name), isinstance(value, list | tuple)
-            if self.hints[name] is bool:
-                if not isinstance(value, bool):
-                    raise UsageError(f"{option}: expected true or false, got {value!r}")
+            if self.hints[name] is bool and not isinstance(value, bool):
+                raise UsageError(f"{option}: expected true or false, got {value!r}")
+            if isinstance(value, bool):
                 words.append(option if value else "--no-" + option[2:])
                 continue
             if many != self.takes_list(name):
@@ -162,12 +134,12 @@ class Script:
                 raise UsageError(f"{option}: expected {'one value' if many else hint}")
             if isinstance(value, dict):
                 value = to_json(option, value)
-            value = [printable_value(v) for v in (value if many else [value])]
-            if any("\0" in word for word in value):
+            values = [as_word(v) for v in (value if many else [value])]
+            if any("\0" in word for word in values):
                 raise UsageError(f"{option}: a string must not hold a NUL character")
             # A word that begins with a dash would look like a flag.
-            dash = value and value[0].startswith("-")
-            words += [f"{option}={value[0]}", *value[1:]] if dash else [option, *value]
+            dash = values and values[0].startswith("-")
+            words += [f"{option}={values[0]}", *values[1:]] if dash else [option, *values]
         return words
 
     def command(self, run):
@@ -178,15 +150,9 @@ class Script:
         return [*words, "--datestamp" if run.stamp else "--resume"]
 
 
-def printable_value(value):
+def as_word(value):
     """A value as a word: a function or class, such as nn.Tanh, is its name in lower case."""
     return value.__name__.lower() if hasattr(value, "__name__") else str(value)
-
-
-def near(name, names):
-    """A hint at the name that was perhaps meant."""
-    found = difflib.get_close_matches(name, names, 1)
-    return f" (perhaps {flag(found[0])}?)" if found else ""
 
 
 def read_args(path):
@@ -210,55 +176,51 @@ def read_args(path):
 class Function:
     """A function that every rank imports by its name and calls with keyword arguments."""
 
-    def __init__(self, function, where):
-        self.where, self.name = where, function.__name__
-        self.label = f"{where[1]}:{where[2]}"
+    record = "call"  # apart from the files of a logger that the function may have
+    free = frozenset()
+
+    def __init__(self, function):
+        self.where, self.name = locate(function), function.__name__
+        self.label = f"{self.where[1]}:{self.where[2]}"
         self.signature = inspect.signature(function)
-        kinds = [p.kind for p in self.signature.parameters.values()]
-        self.open = inspect.Parameter.VAR_KEYWORD in kinds
 
     def asks_for(self, name):
-        return name in self.signature.parameters
+        parameters = self.signature.parameters.values()
+        return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
 
     def takes(self, name):
         # A seed is in the directory's name, even if the function has no use for it.
-        made = name == "seed" or (name == "env_name" and self.asks_for("env_fn"))
-        return made or self.open or self.asks_for(name)
+        names = (name, "env_fn") if name == "env_name" else (name,)
+        return name == "seed" or any(map(self.asks_for, names))
 
     def takes_list(self, name):
         return False
 
+    def arguments(self, given):
+        """The arguments of a call: of seed and logger_kwargs, what the function asks for.
+
+        As in Spinning Up, env_name becomes env_fn, a function that makes the environment.
+        """
+        given = dict(given)
+        if "env_name" in given and not self.asks_for("env_name"):
+            given["env_fn"] = {"$make": given.pop("env_name")}
+        optional = ("seed", "logger_kwargs")
+        return {k: v for k, v in given.items() if k not in optional or self.asks_for(k)}
+
     def parse(self, params):
-        """All arguments of a run, checked against the function's signature, as JSON."""
-        given = dict(params)
-        if not self.open and not self.asks_for("seed"):
-            given.pop("seed", None)
-        if "env_name" in given and not self.asks_for("env_name") and self.asks_for("env_fn"):
-            check_env(given.pop("env_name"))
-            given["env_fn"] = None
-        if self.asks_for("logger_kwargs"):
-            given.setdefault("logger_kwargs", None)
-        for name in given:
-            if not self.takes(name):
-                raise UsageError(f"{self.label} has no argument {name}")
-        try:
-            bound = self.signature.bind(**given)
-        except TypeError as e:
-            raise UsageError(f"{self.label}: {e}") from e
-        bound.apply_defaults()
-        defaults = {k: v for k, v in bound.arguments.items() if isinstance(v, int | float | str)}
-        return defaults | json.loads(to_json(self.label, params))
+        """The arguments of a run and the function's defaults, as JSON."""
+        if "env_name" in params and not self.asks_for("env_name"):
+            check_env(params["env_name"])
+        defaults = {p.name: p.default for p in self.signature.parameters.values()}
+        simple = {k: v for k, v in defaults.items() if isinstance(v, int | float | str | None)}
+        return simple | json.loads(to_json(self.label, params))
 
     def command(self, run):
         """The words after `python` that start a run."""
-        params = dict(run.params)
-        if self.open or self.asks_for("seed"):
-            params["seed"] = run.seed
-        call = {"directory": str(run.directory), "exp_name": run.exp_name, "kwargs": params}
-        call |= {"function": self.where, "record": run.fixed()}
-        call["env_fn"] = "env_name" in params and not self.asks_for("env_name") and not self.open
-        call["logger_kwargs"] = self.asks_for("logger_kwargs") and "logger_kwargs" not in params
-        return [str(CALL), to_json(self.label, call)]
+        logger_kwargs = {"output_dir": str(run.directory), "exp_name": run.exp_name}
+        call = {"directory": str(run.directory), "function": self.where, "config": run.fixed()}
+        given = {"seed": run.seed, "logger_kwargs": logger_kwargs, **run.params}
+        return [str(CALL), to_json(self.label, {**call, "kwargs": self.arguments(given)})]
 
 
 def to_json(what, value):

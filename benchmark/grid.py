@@ -33,10 +33,10 @@ A sweep file:
     time = "4:00:00"
 
 Of several scripts, each gets those arguments that it has. Run again, a sweep skips what is finished
-and resumes what was interrupted; failed runs are tried again with --retry-failed. A run whose
-arguments were changed since is a new run, in a directory of its own; more epochs make a run longer,
-if it still has its checkpoints. Ctrl-C stops all runs at the end of their epochs, a second one at
-once. Functions are started anew where scripts resume.
+and resumes what was interrupted; failed runs are tried again with --retry-failed. A directory that
+holds a run with other arguments is left as it is: give the sweep another name. More epochs make a
+run longer, if it still has its checkpoints. Ctrl-C stops all runs at the end of their epochs, a
+second one at once. Functions are started anew where scripts resume.
 
 From Python, `ExperimentGrid` and `call_experiment` are Spinning Up's.
 """
@@ -52,22 +52,21 @@ import shlex
 import sys
 import time
 import tomllib
+from collections import Counter
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # to find benchmark and common from any directory
-from rich.console import Console
-from rich.table import Table
-
 from benchmark import flags, launch, slurm
 from common import UsageError
 from common.args import PosInt, check_args, flag, parse_args
 from common.mpi_tools import cores
-from common.serialization import printable, read_text
+from common.run_dir import MAX_NAME
+from common.serialization import check_inside, printable, read_text
 
-MAX_RUNS = 10_000
+SWEEP_KEYS = ("name", "script", "num_cpu", "workers", "data_dir", "datestamp", "params", "slurm")
 # What Spinning Up calls some options and flags.
 OTHER_NAMES = {"cpu": "num_cpu", "dt": "datestamp", "exp_name": "name"}
 SHORT_FLAGS = {"env": "env_id", "hid": "hidden_sizes", "act": "activation"}
@@ -166,33 +165,25 @@ class ExperimentGrid:
                     name += f"_{valid_str(sh)}"
         return name.lstrip("_")
 
-    def print(self, scripts=(), counts=None):
+    def print(self, counts=None):
         """Print keys, values and the number of variants.
 
-        scripts, counts: of a sweep of several scripts, their names, and the numbers of its runs
-        and of its experiments.
+        counts: of a sweep of several scripts, the numbers of its runs and of its experiments.
         """
         seeds = len(self.vals[self.keys.index("seed")]) if "seed" in self.keys else 1
         total, seedless = counts or (len(self), len(self) // seeds)
-        table = Table(
-            title=f"ExperimentGrid [{self.name}]", title_justify="left", title_style="bold"
-        )
-        for name in ("parameter", "shorthand", "values"):
-            table.add_column(name, overflow="fold")
-        for key, vals, sh, _ in [("script", scripts, "", 0)] * bool(scripts) + self.rows():
-            values = [getattr(v, "__name__", str(v)) for v in vals]
-            table.add_row(*map(printable, (key, sh, ", ".join(values))))
-        console = Console(markup=False, highlight=False)
-        with console.capture() as text:  # say() knows about closed pipes
-            console.print(table)
-        launch.say(f"{text.get()}{total} variants, counting seeds; {seedless} without seeds\n")
+        lines = [f"ExperimentGrid [{self.name}]"]
+        for key, vals, sh, _ in self.rows():
+            values = ", ".join(getattr(v, "__name__", str(v)) for v in vals)
+            lines.append("  " + printable(f"{key} [{sh}]: {values}", 1000))
+        lines.append(f"{total} variants, counting seeds; {seedless} without seeds\n")
+        launch.say("\n".join(lines))
 
     def run(self, thunk, num_cpu=1, data_dir=None, datestamp=False, workers=1, retry_failed=False):
         """Run all variants.
 
         Args:
-            thunk: a script's path, a function or its "module:name", the key of the grid whose
-                values are such, or a list of scripts or functions.
+            thunk: a script's path, a function or its "module:name", or a list of these.
             num_cpu: MPI ranks of each run; "auto" for as many as there are cores.
             data_dir: where the runs go; None for "data".
             datestamp: make new runs, with date and time in their directories' names.
@@ -210,16 +201,7 @@ class ExperimentGrid:
         return run_sweep(sweep, retry_failed=retry_failed) == 0
 
 
-def call_experiment(
-    exp_name,
-    thunk,
-    seed=0,
-    num_cpu=1,
-    data_dir=None,
-    datestamp=False,
-    retry_failed=False,
-    **kwargs,
-):
+def call_experiment(exp_name, thunk, seed=0, num_cpu=1, data_dir=None, datestamp=False, **kwargs):
     """Run one experiment: `<data_dir>/<exp_name>/<exp_name>_s<seed>/`.
 
     kwargs: arguments of the script or function; a list is one value here. For the others, and what
@@ -228,7 +210,7 @@ def call_experiment(
     grid = ExperimentGrid(exp_name)
     for key, value in {"seed": seed, **kwargs}.items():
         grid.add(key, [value])
-    return grid.run(thunk, num_cpu, data_dir, datestamp, retry_failed=retry_failed)
+    return grid.run(thunk, num_cpu, data_dir, datestamp)
 
 
 # ------------------------------------------------------------------------------------------ sweeps
@@ -246,79 +228,55 @@ class Sweep:
     datestamp: bool = False
     slurm: dict = field(default_factory=dict)
     only: dict = field(default_factory=dict)  # key -> patterns of the scripts that take it
-    source: str = ""  # the file it came from, for messages
-    notes: list = field(default_factory=list)  # of `plan`, for the user
 
 
 def plan(sweep):
     """All runs of a sweep, checked against the arguments of its scripts and functions.
 
     Raises:
-        UsageError: naming the file and what is wrong in it.
+        UsageError: saying what is wrong.
     """
-    try:
-        return _plan(sweep)
-    except UsageError as e:
-        raise UsageError(f"{sweep.source}: {e}" if sweep.source else str(e)) from e
-
-
-def _plan(sweep):
     grid = sweep.grid
     if not isinstance(grid.name, str) or not re.fullmatch(r"[^\W_][\w.()-]*", grid.name, re.ASCII):
         raise UsageError(f"name: a letter or digit, then letters, digits, -_.(), got {grid.name!r}")
     check_args(sweep)
-    if "\0" in sweep.data_dir:
-        raise UsageError("data_dir: a path must not hold a NUL character")
+    slurm.check(sweep.slurm)
     if "GRID_IMPORTING" in os.environ:
         raise UsageError('a sweep must not start on import: put it under if __name__ == "__main__"')
-    sweep.slurm = slurm.check(sweep.slurm)
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S") if sweep.datestamp else ""
-
-    by_key = isinstance(sweep.script, str) and sweep.script in grid.keys
     scripts = sweep.script if isinstance(sweep.script, list) else [sweep.script]
-    scripts = grid.vals[grid.keys.index(sweep.script)] if by_key else scripts
     if not scripts:
         raise UsageError("script: an empty list")
     thunks = [flags.find(script) for script in scripts]
     _check_keys(sweep, thunks)
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S") if sweep.datestamp else ""
     runs = []
-    for script, thunk in zip(scripts, thunks, strict=True):
-        own = ExperimentGrid(grid.name)
-        for key, vals, sh, in_name in grid.rows():
-            if by_key and key == sweep.script:
-                own.add(key, [script], sh, in_name or len(vals) > 1)
-            elif _is_meant(sweep, key, thunk) and thunk.takes(key.split(":")[0]):
-                own.add(key, vals, sh, in_name)
-        if len(runs) + len(own) > MAX_RUNS:
-            raise UsageError(f"params: more than {MAX_RUNS} runs")
+    for thunk in thunks:
+        # Of several scripts, the script is the first thing that varies.
+        own = ExperimentGrid(f"{grid.name}_{valid_str(thunk.name)}" if thunks[1:] else grid.name)
+        for key, *row in grid.rows():
+            if _is_meant(sweep, key, thunk) and thunk.takes(key.split(":")[0]):
+                own.add(key, *row)
         for variant in own.variants():
-            name = own.variant_name(variant)
-            if len(thunks) > 1 and not by_key:  # then the script is the first thing that varies
-                name = f"{own.name}_{valid_str(thunk.name)}{name[len(own.name) :]}"
-            if by_key:
-                del variant[sweep.script]
-            try:
-                settings = thunk.parse(variant)
-            except (UsageError, ValueError, RecursionError) as e:
-                raise UsageError(f"params: {e}") from e
-            seed = variant.pop("seed", settings.get("seed", 0))
-            if not str(seed).isdecimal():  # it becomes a part of a path
-                raise UsageError(f"params: seed: expected an int of at least 0, got {seed!r}")
-            run = launch.Run(thunk, name, seed, variant, settings, 1, sweep.data_dir, stamp)
-            if len(run.directory.name) > 200:
-                raise UsageError(
-                    f"params: {run.directory.name[:60]}... is too long for a file name"
-                )
-            run.num_cpu = _ranks(sweep, run)
-            runs.append(run)
-
-    seen = set()
-    for run in runs:
-        key = str(run.directory).lower()  # some file systems do not tell case apart
-        if key in seen:
-            raise UsageError(f"params: two runs would share the directory {run.directory}")
-        seen.add(key)
+            runs.append(_make_run(sweep, thunk, own.variant_name(variant), variant, stamp))
+    for directory, n in Counter(run.directory for run in runs).items():
+        if n > 1:
+            raise UsageError(f"params: {n} runs would share the directory {directory}")
     return runs
+
+
+def _make_run(sweep, thunk, name, params, stamp):
+    try:
+        settings = thunk.parse(params)
+    except (ValueError, RecursionError) as e:
+        raise UsageError(f"params: {e}") from e
+    if len(name) > MAX_NAME:
+        raise UsageError(f"params: {name[:60]}... is too long for a name")
+    params.pop("seed", None)
+    seed = settings.get("seed", 0)
+    if not isinstance(seed, int) or seed < 0:  # it becomes a part of a path
+        raise UsageError(f"params: seed: expected an int of at least 0, got {seed!r}")
+    ranks = max(1, cores() // sweep.workers) if sweep.num_cpu == "auto" else sweep.num_cpu
+    return launch.Run(thunk, name, seed, params, settings, ranks, sweep.data_dir, stamp)
 
 
 def _is_meant(sweep, key, thunk):
@@ -327,137 +285,87 @@ def _is_meant(sweep, key, thunk):
 
 
 def _check_keys(sweep, thunks):
-    """Refuse keys that none of the scripts takes, and note which do not."""
+    """Refuse keys that none of the scripts takes, and say which scripts do not."""
     for key in sweep.grid.keys:
         name, meant = key.split(":")[0], [t for t in thunks if _is_meant(sweep, key, t)]
-        if not meant:
-            patterns = " ".join(sweep.only[key])
-            raise UsageError(f"params.{key}: scripts: {patterns} is none of the sweep's scripts")
         lack = [thunk for thunk in meant if not thunk.takes(name)]
-        if key == sweep.script or not lack:
-            continue
-        if lack == meant:
-            lack[0].parse({name: None})  # says what is wrong with it
         names = ", ".join(thunk.name for thunk in lack)
-        sweep.notes.append(f"{name} is left out where there is no such argument: {names}")
-
-
-def _ranks(sweep, run):
-    """Ranks of a run. "auto": this worker's share of the cores, as far as it divides the work."""
-    if sweep.num_cpu != "auto":
-        return sweep.num_cpu
-    try:
-        ranks = run.read_config().get("ranks")
-    except (OSError, ValueError):
-        ranks = None
-    if type(ranks) is int and ranks > 0:
-        return ranks  # a run that was begun on other cores goes on with as many ranks
-    n = max(1, cores() // sweep.workers)
-    while any(run.settings.get(name, 0) % n for name in ("steps_per_epoch", "batch_size")):
-        n -= 1
-    return n
+        if lack == meant:
+            raise UsageError(f"params.{key}: no such argument in {names or 'any script it is for'}")
+        if lack:
+            launch.say(f"# {name} is left out where there is no such argument: {names}")
 
 
 def read_sweep(path):
-    """A sweep from a TOML file. UsageError if its keys are not those of a sweep."""
+    """A sweep from a TOML file. UsageError if it cannot be read, or has other keys."""
     try:
-        found = Path(path) if Path(path).exists() else ROOT / path
-        data = tomllib.loads(read_text(found if found.exists() else path))
+        data = tomllib.loads(read_text(path))
+        check_keys(data, SWEEP_KEYS)
+        params = data.pop("params", {})
+        if "script" not in data or not isinstance(params, dict):
+            raise ValueError("it needs a script, and a table if there are params")
+        sweep = Sweep(ExperimentGrid(data.pop("name", Path(path).stem)), **data)
+        for key, value in params.items():
+            _add_param(sweep, key, value)
+        return sweep
     except (OSError, ValueError, RecursionError) as e:
-        raise UsageError(f"{path}: {e.strerror if isinstance(e, OSError) else e}") from e
-    known = ("name", "script", "num_cpu", "workers", "data_dir", "datestamp", "params", "slurm")
-    try:
-        check_table(data, known, params=dict, slurm=dict)
-        if "script" not in data:
-            raise ValueError("script: missing")
-        grid, only = ExperimentGrid(data.pop("name", Path(path).stem)), {}
-        for key, value in data.pop("params", {}).items():
-            _add_param(grid, only, key, value)
-    except ValueError as e:
-        raise UsageError(f"{path}: {e}") from e
-    return Sweep(grid, source=str(path), only=only, **data)
+        raise UsageError(getattr(e, "strerror", None) or str(e)) from e
 
 
-def check_table(table, known, **types):
-    """Raise ValueError if a table has an unknown key, or a value of another type than given."""
-    for key, value in table.items():
+def check_keys(table, known):
+    """Raise ValueError if a table has a key that is not known."""
+    for key in table:
         if key not in known:
             raise ValueError(f"unknown key {key}; there are {', '.join(known)}")
-        if key in types and not isinstance(value, types[key]):
-            raise ValueError(f"{key}: expected a {types[key].__name__}, got {value!r}")
 
 
-def _add_param(grid, only, key, value):
-    """Add a key of [params], a value or in the long form, to the grid; its scripts to `only`."""
+def _add_param(sweep, key, value):
+    """Add a key of [params], a value or in the long form, to the sweep's grid."""
+    row = value if isinstance(value, dict) and "vals" in value else {"vals": value}
+    if isinstance(row["vals"], dict):
+        row["vals"] = [row["vals"]]
     try:
-        if not isinstance(value, dict) or "vals" not in value:
-            grid.add(key, [value] if isinstance(value, dict) else value)
-            return
-        known = ("vals", "shorthand", "in_name", "scripts")
-        check_table(value, known, shorthand=str, in_name=bool, scripts=list)
-        if "scripts" in value:
-            only[key] = [str(pattern) for pattern in value.pop("scripts")]
-        grid.add(key, **value)
+        check_keys(row, ("vals", "shorthand", "in_name", "scripts"))
+        scripts = row.pop("scripts", ["*"])
+        if not isinstance(scripts, list):
+            raise ValueError(f"scripts: expected a list, got {scripts!r}")
+        sweep.only[key] = [str(pattern) for pattern in scripts]
+        sweep.grid.add(key, **row)
     except ValueError as e:
         raise ValueError(f"params.{key}: {e}") from e
 
 
 def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
     """Run a sweep, or submit it to Slurm. Returns the exit code: 0 if all runs are finished."""
-    runs = plan(sweep)
-    name = sweep.grid.name
+    runs, name = plan(sweep), sweep.grid.name
     if use_slurm and sweep.datestamp:
         raise UsageError("datestamp: a job that Slurm starts again could not find its run")
+    for run in runs:
+        check_inside(sweep.data_dir, run.log)
+        if not use_slurm:
+            launch.command(run)  # raises where there is no mpirun
     if not dry_run:
         try:
             Path(sweep.data_dir).mkdir(parents=True, exist_ok=True)
         except OSError as e:
             raise UsageError(f"cannot write to {sweep.data_dir}: {e.strerror}") from e
-        if not os.access(sweep.data_dir, os.W_OK):
-            raise UsageError(f"cannot write to {sweep.data_dir}")
-        scripts = sorted({run.thunk.name for run in runs})
-        counts = len(runs), len({run.exp_name for run in runs})
-        sweep.grid.print(scripts if len(scripts) > 1 else (), counts)
-    for note in sweep.notes:
-        launch.say(f"# {note}")
-    for run in runs:
-        if not use_slurm:
-            launch.command(run)  # raises where there is no mpirun
-        old = run.directory
-        changed = launch.place(run)
-        if changed and not dry_run:
-            launch.say(f"{old} holds another run ({changed}); this one goes to {run.directory}")
+        sweep.grid.print((len(runs), len({run.exp_name for run in runs})))
     if use_slurm:
         launch.say(slurm.submit(runs, name, sweep.slurm, sweep.data_dir, retry_failed, dry_run))
         return 0
     if dry_run:
+        todo = launch.sort_out(runs, retry_failed)
         for run in runs:
-            word, detail = launch.status(run)
-            skipped = word in ("finished", "in use") or (word == "failed" and not retry_failed)
-            launch.say(f"# {run.directory}: {word}{' (' + detail + ')' if detail else ''}")
-            launch.say(f"{'# ' if skipped else ''}{shlex.join(launch.command(run))}")
+            launch.say(f"# {run.directory}: {run.outcome}{': ' * bool(run.detail)}{run.detail}")
+            launch.say(f"{'' if run in todo else '# '}{shlex.join(launch.command(run))}")
         return 0
 
     began = time.monotonic()
     signum = launch.run_all(runs, sweep.workers, retry_failed, name)
-    launch.say(f"\n{launch.summary(runs, name, time.monotonic() - began, signum)}")
+    launch.say(f"\n{launch.summary(runs, name, time.monotonic() - began)}")
     if not all(run.outcome.startswith("finished") for run in runs):
         return 128 + signum if signum else 1
-    here = os.path.relpath(Path(__file__).parent)
-    launch.say(f"\nPlot it:  {shlex.join(['python', f'{here}/plot.py', *logdirs(runs, name)])}")
-    if isinstance(runs[0].thunk, flags.Script):
-        words = ["python", f"{here}/test_policy.py", str(runs[0].directory)]
-        launch.say(f"Watch it: {shlex.join(words)}")
     return 0
-
-
-def logdirs(runs, name):
-    """What to give to plot.py: a beginning of names if it stands for these runs and no others."""
-    own = {run.directory.parent for run in runs}
-    start = next(iter(own)).parent / f"{name}_"
-    if set(start.parent.glob(f"{start.name}*")) == own:
-        return [str(start)]
-    return sorted(map(str, own))
 
 
 # ------------------------------------------------------------------------------------ command line
@@ -488,7 +396,7 @@ class Options:
     num_cpu: int | Literal["auto"] | None = None  # ranks of each run (--cpu); 1 if not given
     data_dir: str | None = None  # where the runs go; data if not given
     name: str | None = None  # what the experiments' names begin with (--exp-name)
-    datestamp: bool | None = None  # new runs, with date and time in their directories (--dt)
+    datestamp: bool = False  # new runs, with date and time in their directories (--dt)
     retry_failed: bool = False  # run failed runs again, from their checkpoints
     dry_run: bool = False  # print the commands and run nothing
     slurm: bool = False  # submit the runs as a Slurm job array
@@ -496,12 +404,8 @@ class Options:
 
 def take_options(found):
     """Take grid.py's own options out of {flag: (words, shorthand)}."""
-    words = []
-    for option in fields(Options):
-        if option.name in found:
-            given = found.pop(option.name)[0]
-            words += [flag(option.name), *(given or ["True"] * (option.name == "datestamp"))]
-    return parse_args(Options, words)
+    names = [option.name for option in fields(Options) if option.name in found]
+    return parse_args(Options, [w for name in names for w in (flag(name), *found.pop(name)[0])])
 
 
 def sweep_from_words(scripts, found, named):
@@ -517,9 +421,8 @@ def sweep_from_words(scripts, found, named):
             key, values = key[3:], [False]
         if name == "activation":  # torch.nn.Tanh, as in Spinning Up
             values = [str(value).rpartition(".")[2].lower() for value in values]
-        if any(t.takes_list(name) for t in thunks) and not any(
-            isinstance(value, list | tuple) for value in values
-        ):
+        nested = any(isinstance(value, list | tuple) for value in values)
+        if not nested and any(t.takes_list(name) for t in thunks):
             values = [values]  # --hidden-sizes 64 64
         try:
             # The name that the script gives holds the environment: another grid has another.
@@ -540,7 +443,7 @@ def read_value(word):
 
 
 def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
+    argv, source = sys.argv[1:] if argv is None else argv, ""
     if {"-h", "--help"} & set(argv):
         parse_args(Options, ["--help"])
     try:
@@ -548,26 +451,22 @@ def main(argv=None):
         options = take_options(found)
         if not heads:
             raise UsageError("expected a sweep file, a script or a function; see --help")
-        if str(heads[0]).endswith(".toml"):
-            if len(heads) > 1:
-                raise UsageError(f"one sweep at a time, got {' '.join(heads)}")
-            if found:
-                raise UsageError(
-                    f"{flag(next(iter(found)))} belongs into {heads[0]}: it is no option"
-                )
+        if heads[0].endswith(".toml"):
+            source = f"{heads[0]}: "
+            if heads[1:] or found:
+                raise UsageError("beside a sweep's file there may be options, see --help")
             sweep = read_sweep(heads[0])
         else:
             sweep = sweep_from_words(heads, found, options.name)
         sweep.grid.name = sweep.grid.name if options.name is None else options.name
-        for name in ("workers", "num_cpu", "data_dir", "datestamp"):
+        sweep.datestamp = options.datestamp or sweep.datestamp
+        for name in ("workers", "num_cpu", "data_dir"):
             if getattr(options, name) is not None:
                 setattr(sweep, name, getattr(options, name))
         sys.exit(run_sweep(sweep, options.retry_failed, options.dry_run, options.slurm))
     except UsageError as e:
-        print(f"grid.py: error: {printable(e, 1000)}", file=sys.stderr)
+        print(f"grid.py: error: {printable(f'{source}{e}', 1000)}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:  # before any run was started
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,23 @@
 """Plot learning curves, averaged over seeds, alone or over Spinning Up's published ones.
 
     python benchmark/plot.py data/sac_ --reference --out sac.png
-    python benchmark/plot.py data/ppo data/trpo --legend PPO TRPO --smooth 11 --est iqm
+    python benchmark/plot.py data/ppo data/trpo --legend PPO TRPO --smooth 11 --est median
 
 A logdir is a directory that contains runs, at any depth. If there is no such directory, it is a
 prefix: `data/ppo` then stands for every directory in data/ whose name starts with "ppo". An
 existing directory always wins over a prefix; `data/ppo_` leaves out data/ppo.
 
 Runs with the same `exp_name` (in config.json) are seeds of one experiment and make one curve. Each
-environment gets its own panel. A line is thin, and has no band, where only some of its seeds have
-arrived. Options are those of Spinning Up's plotter; `get_datasets`, `get_all_datasets` and
-`make_plots` can be called from Python.
+environment gets its own panel. Options are those of Spinning Up's plotter; `get_datasets`,
+`get_all_datasets` and `make_plots` can be called from Python.
 """
 
 import dataclasses
 import functools
+import glob
 import io
 import os
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -28,7 +29,7 @@ from tyro.conf import Positional, arg
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
 from common import UsageError
-from common.args import parse_args
+from common.args import PosInt, check_args, parse_args
 from common.serialization import printable, read_json, read_text
 
 REFERENCE = Path(__file__).parent / "reference" / "spinning_up_2020_curves.csv"
@@ -36,16 +37,14 @@ ALGORITHMS = ("vpg", "trpo", "ppo", "ddpg", "td3", "sac")
 # Okabe and Ito's palette without its pale yellow: colour-blind readers can tell its colours apart.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 LARGEST = 1e100  # values beyond this cannot be drawn
-AXIS_LABELS = {
-    "TotalEnvInteracts": "environment steps",
-    "AverageEpRet": "average return",
-    "AverageTestEpRet": "average test return",
-    "Performance": "average return",
-    "CutEpRet": "return so far of cut episodes",
-    "Time": "seconds",
-    "Epoch": "epoch",
-}
-NO_EPISODE = "no episode finished within an epoch: use a larger --steps-per-epoch"
+AXIS_LABELS = {"TotalEnvInteracts": "environment steps", "Performance": "average return"}
+AXIS_LABELS |= {"AverageEpRet": "average return", "AverageTestEpRet": "average test return"}
+AXIS_LABELS |= {"CutEpRet": "return so far of cut episodes", "Time": "seconds"}
+CAPTION = (
+    "Dashed: Spinning Up's published curves (2020), -v3 tasks: mean and standard deviation of "
+)
+CAPTION += "10 seeds, smoothed over 11 epochs."
+NO_EPISODE = "no episode finished within an epoch: use a larger --steps-per-epoch, or plot CutEpRet"
 
 
 @dataclasses.dataclass
@@ -58,16 +57,13 @@ class Args:
     # Columns, one panel each; Performance is the test return where there is one, else AverageEpRet.
     value: Annotated[tuple[str, ...], arg(aliases=["-y"])] = ("Performance",)
     count: Annotated[bool, arg(aliases=["-c"])] = False  # one line per run, not per experiment
-    smooth: Annotated[int, arg(aliases=["-s"])] = 1  # average over a window of so many epochs
+    smooth: Annotated[PosInt, arg(aliases=["-s"])] = 1  # average over a window of so many epochs
     select: tuple[str, ...] = ()  # keep runs whose path contains all of these
     exclude: tuple[str, ...] = ()  # drop runs whose path contains one of these
-    # Statistic over the seeds; iqm is the interquartile mean.
-    est: Literal["mean", "median", "iqm", "min", "max"] = "mean"
-    # One standard deviation, or a 95 % bootstrap interval. Default: std for mean, ci for median and
-    # iqm, none for min and max.
-    band: Literal["std", "ci", "none"] | None = None
+    # Statistic over the seeds; with the mean, the band is one standard deviation to either side.
+    est: Literal["mean", "median", "min", "max"] = "mean"
     reference: bool = False  # overlay Spinning Up's published curves
-    out: Annotated[str | None, arg(aliases=["-o"])] = None  # .png, .svg or .pdf; default plot.png
+    out: Annotated[str | None, arg(aliases=["-o"])] = None  # .png, .svg, .pdf; default plot.png
     csv: str | None = None  # write the aggregated numbers to this file
     show: bool = False  # open a window
 
@@ -106,6 +102,7 @@ def find_runs(logdir, select=(), exclude=()):
     """
     names = {"progress.txt", "config.json", "status.json", "launch.log"}
     runs = sorted(root for root, _, files in os.walk(logdir) if names & set(files))
+    runs = [run for run in runs if os.path.basename(run) != "call"]  # grid.py's, of a function
     runs = [run for run in runs if all(part in run for part in select or ())]
     return [run for run in runs if not any(part in run for part in exclude or ())]
 
@@ -114,10 +111,10 @@ def get_datasets(logdir, condition=None, select=(), exclude=()):
     """Every run below `logdir`, as a list of DataFrames: its progress.txt with added columns.
 
     Unit (int, counts the seeds of one Condition1), Condition1 (`condition`, or the run's exp_name),
-    Condition2 (Condition1-<Unit>), Performance (AverageTestEpRet where the run has it, else
-    AverageEpRet), and Env, Algo, Framework ("" where unknown). `frame.attrs` holds the path,
-    "run_dir", and the content of config.json, "config". Runs that cannot be read are named on
-    stderr and left out.
+    Condition2 (Condition1-<Unit>), and Performance (AverageTestEpRet where the run has it, else
+    AverageEpRet). `frame.attrs` holds the path, "run_dir", the content of config.json, "config",
+    and "env", "algo", "framework", "" where unknown. Runs that cannot be read are named on stderr
+    and left out.
     """
     datasets, units = [], {}
     for run in find_runs(logdir, select, exclude):
@@ -142,9 +139,9 @@ def get_datasets(logdir, condition=None, select=(), exclude=()):
         frame["Unit"] = units[name]
         frame["Condition1"] = name
         frame["Condition2"] = f"{name}-{units[name]}"
-        frame["Env"] = printable(env, 200) if isinstance(env, str) else ""
-        frame["Algo"], frame["Framework"] = (algo, framework) if algo in ALGORITHMS else ("", "")
-        frame.attrs = {"run_dir": run, "config": config}
+        algo, framework = (algo, framework) if algo in ALGORITHMS else ("", "")
+        frame.attrs = {"run_dir": run, "config": config, "algo": algo, "framework": framework}
+        frame.attrs["env"] = printable(env, 200) if isinstance(env, str) else ""
         datasets.append(frame)
     return datasets
 
@@ -157,18 +154,12 @@ def expand_logdirs(logdirs):
     """
     found = []
     for logdir in logdirs:
-        base, prefix = os.path.split(logdir)
-        base = base or "."
-        if os.path.isdir(logdir):
-            matches = [logdir]
-        else:
-            names = sorted(os.listdir(base)) if os.path.isdir(base) and prefix else []
-            matches = [os.path.join(base, name) for name in names if name.startswith(prefix)]
-            matches = [match for match in matches if os.path.isdir(match)]
+        names = [logdir] if os.path.isdir(logdir) else sorted(glob.glob(glob.escape(logdir) + "*"))
+        matches = [name for name in names if os.path.isdir(name)]
         if not matches:
             raise ValueError(f"no directory is called {logdir} or starts with it")
         if len(matches) > 1:
-            warn(f"{logdir} stands for {' '.join(map(os.path.basename, matches))}")
+            warn(f"{logdir} stands for {' '.join(matches)}")
         found += [match for match in matches if match not in found]
     return found
 
@@ -180,12 +171,7 @@ def get_all_datasets(all_logdirs, legend=(), select=(), exclude=()):
     DataFrames as `get_datasets` does. Raises ValueError for a logdir that does not exist and a
     legend of the wrong length.
     """
-    logdirs = []
-    for logdir in expand_logdirs(all_logdirs):
-        if find_runs(logdir, select, exclude):
-            logdirs.append(logdir)
-        elif not find_runs(logdir):
-            warn(f"left out {logdir}: no run in it")
+    logdirs = [d for d in expand_logdirs(all_logdirs) if find_runs(d, select, exclude)]
     if legend and len(legend) != len(logdirs):
         text = f"--legend has {len(legend)} names for {len(logdirs)} directories"
         raise ValueError(f"{text}: {' '.join(logdirs)}")
@@ -228,38 +214,6 @@ def stack_runs(runs, xaxis, value, smooth=1):
     return grid[inside], y[:, inside]
 
 
-def iqm(y, axis=-1):
-    """Interquartile mean: the mean without the lowest and the highest quarter, rounded down."""
-    y = np.sort(y, axis=axis)
-    cut = y.shape[axis] // 4
-    return np.take(y, range(cut, y.shape[axis] - cut), axis=axis).mean(axis=axis)
-
-
-ESTIMATORS = {"mean": np.mean, "median": np.median, "iqm": iqm, "min": np.min, "max": np.max}
-BANDS = {"mean": "std", "median": "ci", "iqm": "ci", "min": "none", "max": "none"}
-
-
-def aggregate(y, est="mean", band=None, resamples=1000, seed=0):
-    """Statistic over runs and its band at each x: (center [T], low [T], high [T], n [T]).
-
-    y: [runs, T], NaN where a run has no value; at least one value in each column. band: "std" (one
-    population standard deviation to either side), "ci" (95 % percentile bootstrap over the n runs
-    that have a value), "none"; BANDS has the defaults.
-    """
-    band, estimator, rows = band or BANDS[est], ESTIMATORS[est], []
-    for column in y.T:
-        values = column[~np.isnan(column)]
-        n, center = len(values), estimator(values)
-        low, high = center, center
-        if band == "std":
-            low, high = center - values.std(), center + values.std()
-        elif band == "ci" and n > 1:
-            draws = np.random.default_rng(seed).integers(n, size=(resamples, n))
-            low, high = np.percentile(estimator(values[draws], axis=1), [2.5, 97.5])
-        rows.append((center, low, high, n))
-    return np.array(rows).reshape(-1, 4).T
-
-
 @functools.cache
 def read_reference():
     return pd.read_csv(REFERENCE)
@@ -284,56 +238,45 @@ def reference_curve(algo, framework, env_id):
 # --------------------------------------------------------------------------------------- plotting
 
 
-def curve_labels(datasets, by="Condition1"):
-    """Name of each dataset's curve: its condition without the environment, which the panel names.
-
-    One experiment then has one colour in all panels. Two experiments of one panel whose names would
-    become equal keep their full names.
-    """
-    labels, users = [], {}
-    for data in datasets:
-        condition, env = data[by].iloc[0], data["Env"].iloc[0]
-        valid = "".join(c if c.isalnum() or c in "-_()" else "-" for c in env.lower())
-        parts = (f"_env{valid}", f"_{valid}", f"_{env}", f"-{env}") if env else ()
-        part = next((part for part in parts if part in condition), None)
-        labels.append((condition.replace(part, "", 1) if part else "") or condition)
-        users.setdefault((labels[-1], env), set()).add(condition)
-    clash = {label for (label, _), conditions in users.items() if len(conditions) > 1}
-    for i, data in enumerate(datasets):
-        label = data[by].iloc[0] if labels[i] in clash else labels[i]
-        labels[i] = f" {label}" if label.startswith("_") else label  # Matplotlib hides _labels
-    return labels
+def curve_label(condition, env):
+    """A curve's name: its condition without the environment, which the panel names."""
+    pattern = "[_-](env)?" + re.sub(r"\W", ".", env)  # of its name, also as grid.py writes it
+    label = re.sub(pattern, "", condition, count=1, flags=re.I) if env else ""
+    label = label or condition
+    return f" {label}" if label.startswith("_") else label  # Matplotlib hides _names
 
 
-def collect_curves(datasets, xaxis, value, count=False, smooth=1, est="mean", band=None):
-    """One DataFrame for each curve, with columns `xaxis`, `est`, low, high, n.
+def collect_curves(datasets, xaxis, value, count=False, smooth=1, est="mean"):
+    """One DataFrame for each curve, with columns `xaxis`, `est`, low, high (the band), n (runs).
 
     `attrs` has env, label, algo, framework, value and ylabel, the name of the y axis.
     """
     groups = {}
-    labels = curve_labels(datasets, "Condition2" if count else "Condition1")
-    for data, label in zip(datasets, labels, strict=True):
+    for data in datasets:
         missing = [column for column in (xaxis, value) if column not in data]
         if missing:
             warn(f"left out {data.attrs['run_dir']}: no column {missing[0]}")
             continue
-        groups.setdefault((data["Env"].iloc[0], label), []).append(data)
+        condition = data["Condition2" if count else "Condition1"].iloc[0]
+        groups.setdefault((data.attrs["env"], condition), []).append(data)
     curves = []
-    for (env, label), runs in groups.items():
+    for (env, condition), runs in groups.items():
         x, y = stack_runs(runs, xaxis, value, smooth)
         if not len(x):
             empty = value in ("Performance", "AverageEpRet")
-            warn(f"left out {label}: {NO_EPISODE if empty else f'{value} has no value yet'}")
+            warn(f"left out {condition}: {NO_EPISODE if empty else f'{value} has no value yet'}")
             continue
-        kinds = {(run["Algo"].iloc[0], run["Framework"].iloc[0]) for run in runs}
-        algo, framework = kinds.pop() if len(kinds) == 1 else ("", "")
+        center = getattr(np, f"nan{est}")(y, axis=0)
+        std = np.nanstd(y, axis=0) if est == "mean" else 0
+        columns = {xaxis: x, est: center, "low": center - std, "high": center + std}
+        curve = pd.DataFrame({**columns, "n": (~np.isnan(y)).sum(axis=0)})
         tested = value == "Performance" and all("AverageTestEpRet" in run for run in runs)
-        ylabel = AXIS_LABELS.get("AverageTestEpRet" if tested else value, value)
-        center, low, high, n = aggregate(y, est, band)
-        columns = {xaxis: x, est: center, "low": low, "high": high, "n": n.astype(int)}
-        curves.append(pd.DataFrame(columns))
-        curves[-1].attrs = {"env": env, "label": label, "algo": algo, "framework": framework}
-        curves[-1].attrs |= {"value": value, "ylabel": ylabel}
+        curve.attrs = {"env": env, "label": curve_label(condition, env), "value": value}
+        curve.attrs["ylabel"] = AXIS_LABELS.get("AverageTestEpRet" if tested else value, value)
+        for key in ("algo", "framework"):
+            kinds = {run.attrs[key] for run in runs}
+            curve.attrs[key] = kinds.pop() if len(kinds) == 1 else ""
+        curves.append(curve)
     return curves
 
 
@@ -346,41 +289,30 @@ def step_label(x, _=None):
 
 
 def draw_curve(ax, curve, color):
-    """The curve as far as all its runs go; thin and without a band where only some have arrived."""
-    x, center, low, high, n = curve.to_numpy().T
-    full = np.flatnonzero(n == n.max())[-1] + 1
-    style = {"marker": "o" if len(x) == 1 else None, "ms": 4, "label": curve.attrs["label"]}
-    ax.plot(x[:full], center[:full], color=color, lw=1.8, **style)
-    ax.fill_between(x[:full], low[:full], high[:full], color=color, alpha=0.18, lw=0)
-    if full < len(x):
-        ax.plot(x[full - 1 :], center[full - 1 :], color=color, lw=0.9, alpha=0.7)
+    x, center, low, high, _ = curve.to_numpy().T
+    marker = "o" if len(x) == 1 else None
+    ax.plot(x, center, color=color, lw=1.8, marker=marker, ms=4, label=curve.attrs["label"])
+    ax.fill_between(x, low, high, color=color, alpha=0.18, lw=0)
 
 
 def draw_references(ax, curves, colors):
-    """Dashed published curves of a panel's algorithms, as far as ours go; True if there is one."""
-    kinds, drawn = {}, set()
+    """Dashed published curves of a panel's algorithms, as far as ours go."""
+    end, drawn = max(curve.iloc[-1, 0] for curve in curves), set()
     for curve in curves:
-        kinds.setdefault((curve.attrs["algo"], curve.attrs["framework"]), []).append(curve)
-    end = max(curve.iloc[-1, 0] for curve in curves)
-    for (algo, framework), same in kinds.items():
-        env = same[0].attrs["env"]
-        found = reference_curve(algo, framework, env) if algo and env else None
-        if found is None:
-            warn(f"no published curve for {algo or 'an unknown algorithm'} on {env or '?'}")
+        algo, env = curve.attrs["algo"], curve.attrs["env"]
+        found = reference_curve(algo, curve.attrs["framework"], env)
+        if found is None or end <= found[1][0]:
+            warn(f"no published curve for {algo or 'an unknown algorithm'} on {env or '?'} as yet")
             continue
         published, x, mean, std = found
-        if end <= x[0]:
-            warn(f"the published curve for {algo} on {env} starts at {x[0]:.0f} steps")
-        if end <= x[0] or (algo, published) in drawn:
-            continue
-        drawn.add((algo, published))
-        inside = np.append(x[x < end], end)
-        mean, std = np.interp(inside, x, mean), np.interp(inside, x, std)
-        color = colors[same[0].attrs["label"]] if len(same) == 1 else "#555555"
-        style = {"lw": 1.3, "ls": (0, (4, 2)), "label": f"published {algo.upper()} ({published})"}
-        ax.plot(inside, mean, color=color, zorder=1.5, **style)
-        ax.fill_between(inside, mean - std, mean + std, color=color, alpha=0.07, lw=0, zorder=1)
-    return bool(drawn)
+        if (algo, published) not in drawn:
+            drawn.add((algo, published))
+            inside = np.append(x[x < end], end)
+            mean, std = np.interp(inside, x, mean), np.interp(inside, x, std)
+            style = {"color": colors[curve.attrs["label"]], "zorder": 1.5, "lw": 1.3}
+            label = f"published {algo.upper()} ({published})"
+            ax.plot(inside, mean, ls=(0, (4, 2)), label=label, **style)
+            ax.fill_between(inside, mean - std, mean + std, alpha=0.07, **{**style, "lw": 0})
 
 
 def draw_figure(panels, xaxis, reference=False):
@@ -397,43 +329,29 @@ def draw_figure(panels, xaxis, reference=False):
     rows = -(-len(panels) // columns)
     size = (4.6, 3.4) if len(panels) == 1 else (3.3 * columns, 2.7 * rows)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    ylabels = [" / ".join(dict.fromkeys(c.attrs["ylabel"] for c in curves)) for curves in panels]
-    published, handles = False, {}
-    for i, (ax, curves) in enumerate(zip(axes.flat, panels, strict=False)):
+    handles = {}
+    for ax, curves in zip(axes.flat, panels, strict=False):
         for curve in curves:
             draw_curve(ax, curve, colors[curve.attrs["label"]])
         if reference:
-            published |= draw_references(ax, curves, colors)
+            draw_references(ax, curves, colors)
         left, right = min(0, *(c.iloc[0, 0] for c in curves)), max(c.iloc[-1, 0] for c in curves)
         ax.set_xlim(left, right if right > left else None)
-        for axis in (ax.xaxis, ax.yaxis):
-            axis.set_major_locator(matplotlib.ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-            if axis is ax.xaxis or max(map(abs, ax.get_ylim())) >= 10_000:
-                axis.set_major_formatter(matplotlib.ticker.FuncFormatter(step_label))
-        ax.set_title(curves[0].attrs["env"])
-        if i >= len(panels) - columns:
-            ax.set_xlabel(AXIS_LABELS.get(xaxis, xaxis))
-        if i % columns == 0 or len(set(ylabels)) > 1:
-            ax.set_ylabel(ylabels[i])
+        ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
+        ax.xaxis.set_major_formatter(step_label)
+        ax.set(title=curves[0].attrs["env"], xlabel=AXIS_LABELS.get(xaxis, xaxis))
+        ax.set_ylabel(" / ".join(dict.fromkeys(c.attrs["ylabel"] for c in curves)))
         handles |= {label: h for h, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     for ax in axes.flat[len(panels) :]:
         ax.axis("off")
     # Ours first, then the published ones.
     handles = dict(sorted(handles.items(), key=lambda item: item[0] not in labels))
-    longest = max(map(len, handles))
-    if len(panels) == 1 and len(handles) <= 6 and longest <= 34:
-        axes.flat[0].legend(handles.values(), handles, loc="best", fontsize=8)
-    else:  # above the panels; the figure grows by the legend's rows, so that they keep their size
-        wide = max(1, int(size[0] / (0.07 * longest + 0.6)))
-        figure.set_size_inches(size[0], size[1] + 0.2 * -(-len(handles) // wide))
-        figure.legend(handles.values(), handles, loc="outside upper center", ncols=wide)
-    if published:
-        seeds = sorted({int(curve["n"].max()) for curves in panels for curve in curves})
-        runs = f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{seeds[0]}"
-        text = f"Solid: {runs} seed{'s' if seeds != [1] else ''}. Dashed: Spinning Up's published "
-        text += "curves (2020), -v3 tasks: mean and standard deviation of 10 seeds, smoothed over "
-        lines = textwrap.wrap(f"{text}11 epochs.", int(size[0] * 18))
-        figure.supxlabel("\n".join(lines), fontsize=7, color="#555555")
+    # The figure grows by the legend's rows, so that the panels keep their size.
+    wide = max(1, int(size[0] / (0.07 * max(map(len, handles)) + 0.6)))
+    figure.set_size_inches(size[0], size[1] + 0.2 * -(-len(handles) // wide))
+    figure.legend(handles.values(), handles, loc="outside upper center", ncols=wide)
+    if set(handles) - set(labels):
+        figure.supxlabel(textwrap.fill(CAPTION, int(size[0] * 18)), fontsize=7, color="#555555")
     return figure
 
 
@@ -454,30 +372,16 @@ def make_plots(all_logdirs, **options):
     import matplotlib.pyplot as plt
 
     args = Args(tuple(all_logdirs), **options)
-    if args.smooth < 1:
-        raise ValueError(f"--smooth must be at least 1, not {args.smooth}")
-    if args.out and not args.out.endswith((".png", ".svg", ".pdf")):
-        raise ValueError(f"--out must end in .png, .svg or .pdf, not {args.out}")
-    for path in filter(None, (args.out, args.csv)):
-        if not os.path.isdir(os.path.dirname(path) or "."):
-            raise ValueError(f"cannot write {path}: no directory {os.path.dirname(path)}")
+    check_args(args)
     datasets = get_all_datasets(args.logdir, args.legend, args.select, args.exclude)
-    if not datasets:
-        raise ValueError(f"no run to plot in {' '.join(args.logdir)}")
-    known = list(dict.fromkeys(c for d in datasets for c in d.select_dtypes("number")))
-    for column in [args.xaxis, *args.value]:
-        if column not in known:
-            raise ValueError(f"no run has a column {column}; there are {' '.join(known)}")
-    panels, how = {}, (args.count, args.smooth, args.est, args.band)
+    panels = {}
     for value in args.value:
-        for curve in collect_curves(datasets, args.xaxis, value, *how):
+        for curve in collect_curves(datasets, args.xaxis, value, args.count, args.smooth, args.est):
             panels.setdefault((curve.attrs["env"], value), []).append(curve)
     if not panels:
-        more = "; --value CutEpRet plots the cut ones" if "CutEpRet" in known else ""
-        raise ValueError(f"nothing to plot: {NO_EPISODE}{more}")
+        raise ValueError(f"nothing to plot: no run has {' and '.join((args.xaxis, *args.value))}")
     if args.reference and (args.xaxis, *args.value) != ("TotalEnvInteracts", "Performance"):
-        warn("--reference needs --xaxis TotalEnvInteracts and --value Performance: left out")
-        args.reference = False
+        raise ValueError("--reference needs --xaxis TotalEnvInteracts and --value Performance")
     if args.csv:
         names = ["env", "label", "algo", "framework", "value"]
         tables = [c.assign(**c.attrs)[[*names, *c]] for curves in panels.values() for c in curves]
@@ -504,8 +408,7 @@ def main(argv=None):
             args.out = args.out or (None if args.csv else "plot.png")
         elif plt.get_backend().lower() == "agg":  # what Matplotlib falls back to
             raise UsageError("--show needs a display and a window toolkit (tkinter, PyQt)")
-        options = vars(args).copy()
-        make_plots(options.pop("logdir"), **options)
+        make_plots(args.logdir, **{k: v for k, v in vars(args).items() if k != "logdir"})
     except (ValueError, OSError, ImportError) as e:
         print(f"plot.py: error: {printable(e, 1000)}", file=sys.stderr)
         sys.exit(2)

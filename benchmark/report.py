@@ -12,6 +12,7 @@ is an algorithm, on-policy, off-policy, summary or cost. Returns are smoothed as
 curves are: each seed by itself, over 11 epochs of 4000 steps, centred.
 """
 
+import contextlib
 import dataclasses
 import io
 import re
@@ -24,7 +25,8 @@ import pandas as pd
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
 from benchmark import plot
 from common.args import parse_args
-from common.serialization import printable, read_json
+from common.run_dir import read_status
+from common.serialization import printable
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -32,6 +34,7 @@ PUBLISHED = ROOT / "benchmark" / "reference" / "published_at_1m_steps.csv"
 ENVS = ("HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Ant")
 FAMILIES = {"on-policy": ("vpg", "trpo", "ppo"), "off-policy": ("ddpg", "td3", "sac")}
 FRAMEWORKS = {"torch": "PyTorch", "tf1": "TensorFlow 1"}
+PLAIN_RUNS = [(framework, "plain") for framework in FRAMEWORKS]
 RUN_COLUMNS = ["run", "script", "env", "settings", "seed", "ranks", "status", "steps", "seconds"]
 RUN_COLUMNS += ["commit", "cpu"]
 TYPES = {"commit": str, "cpu": str}  # 12e4567 is no number
@@ -59,7 +62,6 @@ INK = "#7a7f87"
 @dataclasses.dataclass
 class Args:
     collect: tuple[str, ...] = ()  # directories of runs, or prefixes of their names, to take in
-    drop: tuple[str, ...] = ()  # with --collect: commits whose runs are taken out first
 
 
 # ------------------------------------------------------------------------------------- collecting
@@ -72,10 +74,10 @@ def settings_of(config):
     """
     if str(config.get("exp_name")).startswith("strong_"):
         return "strong"
-    family = family_of(Path(config["script"]).stem)
+    plain = PLAIN[family_of(Path(config["script"]).stem)] | PLAIN["both"]
     norms = [key for key in ("norm_obs", "norm_rew") if config.get(key)]
     words = ["normalised"] if len(norms) == 2 else norms
-    for key, value in (PLAIN[family] | PLAIN["both"]).items():
+    for key, value in plain.items():
         if key in config and config[key] != value:
             words.append(f"{key} {config[key]}".replace(",", ""))
     return ", ".join(words) or "plain"
@@ -91,57 +93,45 @@ def thin(table):
     return table.groupby(group).agg(dict.fromkeys(table, "mean") | {"steps": "last"})
 
 
-def collect(logdirs, results=RESULTS, drop=()):
+def collect(logdirs, results=RESULTS):
     """Take the runs below `logdirs` into runs.csv and curves.csv; returns the number of runs.
 
-    Runs that are there already are replaced, and those of the commits `drop` are taken out.
-
-    Raises ValueError if there is no run, or for a logdir that does not exist.
+    Runs that are there already are replaced. Raises ValueError if there is no run, or for a logdir
+    that does not exist.
     """
     runs, curves = {}, {}
     for frame in plot.get_all_datasets(logdirs):
         config, directory = frame.attrs["config"], Path(frame.attrs["run_dir"])
-        if not frame["Algo"].iloc[0]:
+        if not frame.attrs["algo"]:
             plot.warn(f"left out {directory}: not a run of one of the twelve scripts")
             continue
         table = pd.DataFrame({"steps": frame["TotalEnvInteracts"].astype(int)})
         table["return"] = frame["AverageEpRet"]
         table["test_return"] = frame.get("AverageTestEpRet", np.nan)
-        cpu = config.get("cpu") or (config.get("versions") or {}).get("cpu") or "unknown"
+        cpu = (config.get("versions") or {}).get("cpu") or "unknown"
         row = {"script": Path(config["script"]).stem, "env": config["env_id"], "cpu": cpu}
         row |= {"settings": settings_of(config), "seed": config["seed"]}
-        row |= {"ranks": config.get("ranks", 1), "status": read_status(directory)}
+        row |= {"ranks": config.get("ranks", 1), "status": "unknown"}
+        with contextlib.suppress(OSError, ValueError):
+            row["status"] = read_status(directory)["status"]
         row |= {"commit": (config.get("git_commit") or "unknown")[:10]}
         row |= {"steps": table["steps"].iloc[-1], "seconds": round(frame["Time"].iloc[-1])}
         extra = "" if row["settings"] == "plain" else "_" + re.sub(r"\W+", "-", row["settings"])
         name = f"{row['script']}_{row['env']}{extra}_s{row['seed']}"
-        if name in runs and runs[name]["steps"] >= row["steps"]:
-            plot.warn(f"left out {directory}: another run of {name} is as long")
-            continue
         runs[name] = {"run": name, **row}
         table = thin(table.dropna(subset=["return", "test_return"], how="all"))
         curves[name] = table.assign(run=name)
     if not runs:
         raise ValueError(f"no run to collect in {' '.join(logdirs)}")
-    gone = set(runs)
     for name, new in ("runs", pd.DataFrame(runs.values())), ("curves", pd.concat(curves.values())):
         path = results / f"{name}.csv"
-        old = pd.read_csv(path, dtype=TYPES) if path.exists() else new[:0]
-        if name == "runs":
-            gone |= set(old.run[old.commit.isin(drop)])
-        old = old[~old.run.isin(gone)]
-        both = pd.concat([old, new]) if len(old) else new
+        if path.exists():
+            old = pd.read_csv(path, dtype=TYPES)
+            new = pd.concat([old[~old.run.isin(runs)], new])
         columns = RUN_COLUMNS if name == "runs" else ["run", "steps", "return", "test_return"]
-        both = both.sort_values(["run", "steps"], kind="stable")[columns]
-        both.to_csv(path, index=False, float_format="%.6g")
+        new = new.sort_values(["run", "steps"], kind="stable")[columns]
+        new.to_csv(path, index=False, float_format="%.6g")
     return len(runs)
-
-
-def read_status(directory):
-    try:
-        return str(read_json(directory / "status.json").get("status"))
-    except (OSError, ValueError):
-        return "unknown"
 
 
 # ----------------------------------------------------------------------------------------- numbers
@@ -179,7 +169,7 @@ class Results:
     def at(self, curves, mark):
         """(mean, half width of its 95 % interval, number of seeds) at `mark` steps."""
         values = [np.interp(mark, x, y) for x, y in curves if x[-1] >= mark]
-        return (*interval(np.mean(values), np.std(values, ddof=len(values) > 1), len(values)),)
+        return interval(np.mean(values), np.std(values, ddof=len(values) > 1), len(values))
 
     def reference(self, algo, framework, env, mark):
         """Spinning Up's published (mean, standard deviation) at `mark` steps, or None."""
@@ -232,29 +222,31 @@ def our_cell(results, algo, framework, env, settings="plain"):
     return cell(mean, half, n, mark, note)
 
 
+def published_cell(results, algo, framework, env):
+    """Spinning Up's return, at the steps that ours have come to; "" where there is none."""
+    curves = [results.seeds(f"{algo}_{f}", env) for f in FRAMEWORKS]
+    mark = max([results.mark(c) for c in curves if results.mark(c)] or [MARKS[-1]])
+    found = results.reference(algo, framework, env, mark)
+    return cell(*interval(*found, 10), mark) if found else ""
+
+
 def returns(results, algos):
     """Ours beside Spinning Up's and the best published, a row for each of them."""
     rows = []
     for algo in algos:
-        name, lines = algo.upper(), {}
+        name, torch = algo.upper(), results.runs[results.runs.script == f"{algo}_torch"]
+        others = sorted(set(torch.settings) - {"plain"})
+        for framework, settings in [*PLAIN_RUNS, *(("torch", other) for other in others)]:
+            title = f"**{name}, {FRAMEWORKS[framework]}**"
+            title += f", {settings}" if settings != "plain" else ""
+            rows.append([title, *(our_cell(results, algo, framework, e, settings) for e in ENVS)])
         for framework, title in FRAMEWORKS.items():
-            lines[f"**{name}, {title}**"] = [our_cell(results, algo, framework, e) for e in ENVS]
-        scripts = results.runs[results.runs.script == f"{algo}_torch"]
-        for settings in sorted(set(scripts.settings) - {"plain"}):
-            cells = [our_cell(results, algo, "torch", env, settings) for env in ENVS]
-            lines[f"**{name}, PyTorch**, {settings}"] = cells
-        for framework, title in FRAMEWORKS.items():
-            cells = []
-            for env in ENVS:
-                curves = [results.seeds(f"{algo}_{f}", env) for f in FRAMEWORKS]
-                mark = max([results.mark(c) for c in curves if results.mark(c)] or [MARKS[-1]])
-                found = results.reference(algo, framework, env, mark)
-                cells.append(cell(*interval(*found, 10), mark) if found else "")
-            lines[f"Spinning Up's {name}, {title}"] = cells
+            cells = [published_cell(results, algo, framework, env) for env in ENVS]
+            rows.append([f"Spinning Up's {name}, {title}", *cells])
         best = [results.best(algo, env) for env in ENVS]
         words = [b is not None and f"{b['mean']:.0f}, {b.framework}, {b.env}" for b in best]
-        lines[f"best {name} elsewhere, 1M"] = words
-        rows += [[title, *cells] for title, cells in lines.items() if any(cells)]
+        rows.append([f"best {name} elsewhere, 1M", *words])
+    rows = [row for row in rows if any(row[1:])]
     return markdown(["", *ENVS], [[c or "–" for c in row] for row in rows])
 
 
@@ -278,11 +270,8 @@ def cost(results):
     for key, group in runs.groupby(["family", "settings", "cpu"], sort=True):
         hours = "unknown" if group.hours.isna().any() else f"{group.hours.sum():.1f}"
         steps = plot.step_label(round(group.steps.sum(), -5))
-        unfinished, commits = (
-            (group.status != "finished").sum(),
-            " ".join(sorted(set(group.commit))),
-        )
-        rows.append([*key, len(group), unfinished, steps, hours, commits])
+        unfinished, commits = (group.status != "finished").sum(), sorted(set(group.commit))
+        rows.append([*key, len(group), unfinished, steps, hours, " ".join(commits)])
     header = ["scripts", "settings", "CPU", "runs", "unfinished", "steps", "core-hours", "commits"]
     return markdown(header, rows)
 
@@ -307,8 +296,7 @@ def draw_panel(ax, results, algo, env, end, settings):
             mean, std = (np.interp(x, found[1], y) for y in found[2:])
             draw_band(ax, x, mean, std, COLORS["published"], {"lw": 1, "ls": (0, dashes)})
     empty = True
-    kinds = [(framework, "plain") for framework in FRAMEWORKS]
-    for framework, label in [*kinds, *(("torch", other) for other in settings[1:])]:
+    for framework, label in [*PLAIN_RUNS, *(("torch", other) for other in settings[1:])]:
         curves = results.seeds(f"{algo}_{framework}", env, label)
         x, y = plot.stack_runs([pd.DataFrame({"x": x, "y": y}) for x, y in curves], "x", "y")
         if len(x):
@@ -331,7 +319,7 @@ def figure(results, algos, settings=("plain",), height=1.35):
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     style = {**plot.STYLE, "svg.hashsalt": "report", "svg.fonttype": "path", "font.size": 8}
     style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color"), INK)
@@ -347,10 +335,9 @@ def figure(results, algos, settings=("plain",), height=1.35):
             end = steps.get(family_of(algo), MARKS[-1])
             draw_panel(ax, results, algo, env, end, settings)
             ax.set_xlim(0, end)
-            ax.xaxis.set_major_locator(MaxNLocator(2, steps=[1, 2, 5, 10]))
-            ax.yaxis.set_major_locator(MaxNLocator(3, steps=[1, 2, 5, 10]))
-            ax.xaxis.set_major_formatter(FuncFormatter(plot.step_label))
-            ax.yaxis.set_major_formatter(FuncFormatter(plot.step_label))
+            for axis, ticks in ((ax.xaxis, 2), (ax.yaxis, 3)):
+                axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 5, 10]))
+                axis.set_major_formatter(plot.step_label)
             if env == ENVS[0]:
                 ax.set_title(algo.upper(), fontweight="bold")
         for ax, env in zip(axes[:, 0], ENVS, strict=True):
@@ -361,9 +348,8 @@ def figure(results, algos, settings=("plain",), height=1.35):
         lines |= {"Spinning Up (2020), PyTorch": ("published", (0, (4, 1.5)))}
         lines |= {"Spinning Up (2020), TensorFlow 1": ("published", (0, (1, 1)))}
         handles = [Line2D([], [], color=COLORS[c], ls=ls, lw=1.4) for c, ls in lines.values()]
-        fig.legend(
-            handles, lines, loc="upper center", ncols=len(lines), fontsize=8.5, columnspacing=1.2
-        )
+        more = {"ncols": len(lines), "fontsize": 8.5, "columnspacing": 1.2}
+        fig.legend(handles, lines, loc="upper center", **more)
         fig.text(0.5, 0.04 / size[1], "environment steps", ha="center")
         text = io.StringIO()
         fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
@@ -378,28 +364,23 @@ def figure(results, algos, settings=("plain",), height=1.35):
 
 
 def fill(text, tables):
-    """A page with its tables put in. Raises ValueError for a name that is not in `tables`."""
+    """A page with its tables put in."""
 
     def replace(match):
-        if match[1] not in tables:
-            raise ValueError(f"no table is called {match[1]}; there are {' '.join(tables)}")
         return f"<!-- results: {match[1]} -->\n\n{tables[match[1]]}\n\n<!-- results: end -->"
 
     pattern = r"<!-- results: (?!end )(\S+) -->.*?<!-- results: end -->"
-    filled = re.sub(pattern, replace, text, flags=re.S)
-    if filled.count("<!-- results: end -->") * 2 != filled.count("<!-- results: "):
-        raise ValueError("a <!-- results: NAME --> has no <!-- results: end -->, or the reverse")
-    return filled
+    return re.sub(pattern, replace, text, flags=re.S)
 
 
 def make(root=ROOT):
     """All figures and pages: {path: text}."""
-    results = Results(root / "benchmark" / "results")
+    folder = root / "benchmark" / "results"
+    results = Results(folder)
     tables = {"summary": summary(results), "cost": cost(results)}
     for family, algos in FAMILIES.items():
         tables |= {family: returns(results, algos)}
         tables |= {algo: returns(results, [algo]) for algo in algos}
-    folder = root / "benchmark" / "results"
     files = {folder / "all.svg": figure(results, [a for f in FAMILIES.values() for a in f])}
     labels = set(results.runs.settings)
     settings = ["plain", *(label for label in ("normalised", "strong") if label in labels)]
@@ -407,8 +388,7 @@ def make(root=ROOT):
     files[folder / "off_policy.svg"] = figure(results, FAMILIES["off-policy"], height=1.7)
     for path in [root / "README.md", *sorted(folder.glob("*.md"))]:
         up = "../" * len(path.relative_to(root).parents[:-1])  # links are relative to the page
-        here = {name: table.replace("](algos/", f"]({up}algos/") for name, table in tables.items()}
-        files[path] = fill(path.read_text(), here)
+        files[path] = fill(path.read_text(), tables).replace("](algos/", f"]({up}algos/")
     return files
 
 
@@ -416,14 +396,13 @@ def main(argv=None):
     try:
         args = parse_args(Args, argv)
         if args.collect:
-            print(f"collected {collect(args.collect, drop=args.drop)} runs")
+            print(f"collected {collect(args.collect)} runs")
         for path, text in make().items():
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)
                 print(f"wrote {path.relative_to(ROOT)}")
     except (ValueError, OSError) as e:
-        print(f"report.py: error: {printable(e, 1000)}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(f"report.py: error: {printable(e, 1000)}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """How fast a script trains, and against whom.
 
-    python benchmark/speed.py profile ppo_torch             where the wall time of one run goes
     python benchmark/speed.py ranks ppo_torch               two ranks against one
     python benchmark/speed.py pair ppo_tf1 ppo_torch        two scripts side by side
     python benchmark/speed.py sb3 ppo_torch --compile       against Stable-Baselines3's PPO
     python benchmark/speed.py sbx sac_torch --batch-size 256    against SBX's (JAX)
     python benchmark/speed.py compile ppo_torch             whole default runs, compiled or not
-    python benchmark/speed.py table                         all that benchmark/results/speed.md says
+    python benchmark/speed.py table                         the tables of benchmark/results/speed.md
     python benchmark/speed.py table "sb3 ppo_torch --pairs 5"   this row of it
 
 A shared machine's speed drifts by the minute, so whatever is compared runs in turn, A B A B ...,
@@ -15,20 +14,15 @@ they come. They are no requirement of the project: `pip install stable-baselines
 `sbx-rl==0.28.0`), in an environment of their own, and point --peer-python to its interpreter.
 """
 
-import contextlib
-import io
+import json
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import warnings
-from collections import Counter
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -38,20 +32,19 @@ import pandas as pd
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
-PATH = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-sys.path[:0] = [str(ROOT), str(ROOT / "algos")]
-
+PAGE = ROOT / "benchmark" / "results" / "speed.md"  # its tables are made here, its text is not
+sys.path.insert(0, str(ROOT))
 from common.cpu import cpu_name
+from common.mpi_tools import find_mpirun
 
-WHAT = "profile", "ranks", "pair", "sb3", "sbx", "compile", "table"
 PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}
 
 # What a peer runs: the same environment; PPO with its own defaults, off-policy algorithms with our
 # networks, our fixed alpha and one update per step, so that both do the same work.
 PEER = """
-import importlib, sys, time, warnings
+import importlib, json, sys, time, warnings
 warnings.filterwarnings("ignore")
-module, algo, env_id, steps, batch_size, switched_by = sys.argv[1:]
+module, algo, env_id, steps, warm_up, kwargs, switched_by = sys.argv[1:]
 if switched_by:
     sys.path.insert(0, switched_by)
     import torch
@@ -59,21 +52,15 @@ if switched_by:
     switch_mkl(torch.__file__.replace("__init__.py", "lib/libtorch_cpu.so"))
     keep_freed_memory()
 Algo = getattr(importlib.import_module(module), algo.upper())
-off_policy = algo in ("ddpg", "td3", "sac")
-kwargs = {}
-if off_policy:
-    kwargs |= dict(train_freq=1, gradient_steps=1, learning_starts=100, batch_size=int(batch_size))
-    kwargs |= dict(policy_kwargs=dict(net_arch=[256, 256]))
-if algo == "sac":
-    kwargs |= dict(ent_coef=0.2)
-if module == "stable_baselines3":
-    kwargs["device"] = "cpu"
-model = Algo("MlpPolicy", env_id, seed=0, **kwargs)
-model.learn(1000 if off_policy else 2048)  # first updates, and compilation, are not counted
+model = Algo("MlpPolicy", env_id, seed=0, **json.loads(kwargs))
+model.learn(int(warm_up))  # first updates, and compilation, are not counted
 before, start = model.num_timesteps, time.perf_counter()
 model.learn(int(steps), reset_num_timesteps=False)
 print("rate", (model.num_timesteps - before) / (time.perf_counter() - start))
 """
+
+OFF_POLICY = {"train_freq": 1, "gradient_steps": 1, "learning_starts": 100}
+OFF_POLICY |= {"policy_kwargs": {"net_arch": [256, 256]}}
 
 # What `table` measures, as one would ask for it on the command line.
 ROWS = [
@@ -83,30 +70,14 @@ ROWS = [
     *("sb3 td3_torch", "sb3 ddpg_torch", "sb3 sac_torch --peer-switched"),
     *(f"pair {algo}_tf1 {algo}_torch" for algo in ("vpg", "trpo", "ppo", "ddpg", "td3", "sac")),
     *("ranks ppo_torch", "ranks sac_torch", "ranks ppo_torch --env-id Hopper-v4"),
-    *("profile ppo_torch", "profile sac_torch", "compile ppo_torch --epochs 50"),
+    "compile ppo_torch --epochs 50",
 ]
 HEADER = ["speed.py", "first", "second", "ratio", "range", "ms a step", "floor", "notes"]
-PAGE = """# Speed
-
-Written by `python benchmark/speed.py table`; each row by `speed.py` with what stands in its first
-column, HalfCheetah-v4 unless said. `first` and `second` are environment steps per second of the two
-things that are compared, medians over pairs of runs in turn, `ratio` the median of the pairs'
-ratios. `ms a step` is the first one's time for one environment step with its share of the update;
-its `floor` is the time that `env.step` and the update's matrix products take by themselves.
-Peers (Stable-Baselines3 2.9.2, SBX 0.28) run as they come; with `--peer-switched` they have this
-project's settings of MKL and glibc (common/cpu.py). CleanRL is not compared: its scripts are pinned
-to older releases of Gymnasium and MuJoCo.
-"""
-
-# The part of a run that a function is, wherever it is called from.
-PARTS = {"update": "update", "update_block": "update", "get_action": "acting", "test": "testing"}
-PARTS |= {"step": "env.step", "reset": "env.reset", "save_state": "saving"}
-PARTS |= {"log_tabular": "logging", "dump_tabular": "logging", "store": "storing"}
 
 
 @dataclass
 class Args:
-    what: tyro.conf.Positional[Literal[*WHAT]]
+    what: tyro.conf.Positional[Literal["ranks", "pair", "sb3", "sbx", "compile", "table"]]
     scripts: tyro.conf.Positional[tuple[str, ...]] = ()  # one script, by name; two for pair
     env_id: str = "HalfCheetah-v4"  # environment
     epochs: int = 6  # epochs of 4000 steps per run; the first one warms up
@@ -115,13 +86,13 @@ class Args:
     compile: bool = False  # compile an on-policy script's update; the others' always is
     peer_python: str = sys.executable  # interpreter that has the peers installed
     peer_switched: bool = False  # give the peer this project's settings of MKL and glibc
-    out: str = str(ROOT / "benchmark" / "results" / "speed.md")  # of table; its numbers beside it
+    out: str = str(PAGE)  # of table; its numbers are in a CSV file beside it
 
 
 def train(script, args, ranks=1, **env):
     """Run a script and return its progress table and its wall time in seconds."""
     with tempfile.TemporaryDirectory() as data_dir:
-        command = ["mpirun", "-np", str(ranks)] if ranks > 1 else []
+        command = [find_mpirun(), "-np", str(ranks)] if ranks > 1 else []
         command += [sys.executable, str(ROOT / "algos" / f"{script}.py"), "--env-id", args.env_id]
         command += ["--epochs", str(args.epochs), "--exp-name", "speed", "--data-dir", data_dir]
         command += ["--compile"] * args.compile
@@ -129,8 +100,7 @@ def train(script, args, ranks=1, **env):
             command += ["--start-steps", "1000", "--num-test-episodes", "1"]
             command += ["--batch-size", str(args.batch_size)]
         start = time.perf_counter()
-        env = {**os.environ, "PATH": PATH, **env}
-        subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
+        subprocess.run(command, check=True, env={**os.environ, **env}, stdout=subprocess.DEVNULL)
         wall = time.perf_counter() - start
         return pd.read_csv(Path(data_dir, "speed", "speed_s0", "progress.txt"), sep="\t"), wall
 
@@ -148,9 +118,13 @@ def rate(table):
 def peer_rate(module, script, args):
     """A peer's rate, in a process of its own."""
     algo = script.split("_")[0]
-    steps = 3000 if off_policy(script) else 20000
-    command = [args.peer_python, "-c", PEER, module, algo, args.env_id, str(steps)]
-    command += [str(args.batch_size), str(ROOT) if args.peer_switched else ""]
+    steps, warm_up, kwargs = "20000", "2048", {}
+    if off_policy(script):
+        steps, warm_up, kwargs = "3000", "1000", {**OFF_POLICY, "batch_size": args.batch_size}
+    kwargs |= {"ent_coef": 0.2} if algo == "sac" else {}
+    kwargs |= {"device": "cpu"} if module == "stable_baselines3" else {}
+    command = [args.peer_python, "-c", PEER, module, algo, args.env_id, steps, warm_up]
+    command += [json.dumps(kwargs), str(ROOT) if args.peer_switched else ""]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         why = result.stderr.strip().splitlines()[-1]
@@ -193,7 +167,7 @@ def floor(script, args, table):
 
     setup_pytorch_for_mpi()
     with warnings.catch_warnings(action="ignore"):  # that there is a newer version
-        env = gym.make(args.env_id)
+        env = gym.wrappers.Autoreset(gym.make(args.env_id))
     dims = [gym.spaces.flatdim(space) for space in (env.observation_space, env.action_space)]
     batch, steps = (args.batch_size, 1) if off_policy(script) else (4000, 4000)
     policy_steps = table.StopIter.mean() if "StopIter" in table else 0  # PPO's
@@ -209,40 +183,8 @@ def floor(script, args, table):
     env.reset(seed=0)
     start = time.perf_counter()
     for _ in range(2000):
-        _, _, terminated, truncated, _ = env.step(env.action_space.sample())
-        if terminated or truncated:
-            env.reset()
+        env.step(env.action_space.sample())
     return total + (time.perf_counter() - start) / 2
-
-
-def profile(script, args):
-    """Shares of wall time in the parts of a run after its first epoch, measured in this process.
-
-    A timer interrupts the run. The time since the last interrupt belongs to the outermost function
-    that is one of the `PARTS`.
-    """
-    spent, last = Counter(), time.perf_counter()
-
-    def sample(_, frame):
-        nonlocal last
-        now, part = time.perf_counter(), "the loop itself"
-        while frame.f_back and frame.f_code.co_name != "train":
-            part, frame = PARTS.get(frame.f_code.co_name, part), frame.f_back
-        if frame.f_locals.get("epoch", 0) > 0:
-            spent[part] += now - last
-        last = now
-
-    module = import_module(script)
-    flags = {"compile": True} if args.compile else {}
-    flags |= {"env_id": args.env_id, "epochs": args.epochs + 1}
-    signal.signal(signal.SIGALRM, sample)
-    with tempfile.TemporaryDirectory() as data_dir, contextlib.redirect_stdout(io.StringIO()):
-        signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
-        module.train(module.Args(**flags, data_dir=data_dir))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    wall = spent.total()
-    shares = ", ".join(f"{part} {100 * t / wall:.0f} %" for part, t in spent.most_common())
-    return {"first": args.epochs * 4000 / wall, "notes": shares}
 
 
 def whole_runs(script, args):
@@ -279,8 +221,6 @@ def measure(args):
     """Measure what one command line asks for: a dict with some of the HEADER's columns."""
     if len(args.scripts) != (2 if args.what == "pair" else 1):
         sys.exit(f"{args.what} takes {'two scripts' if args.what == 'pair' else 'one script'}")
-    if args.what == "profile":
-        return profile(*args.scripts, args)
     return whole_runs(*args.scripts, args) if args.what == "compile" else in_turn(args)
 
 
@@ -292,8 +232,8 @@ def shown(row):
 
 
 def page(table):
-    """All rows as Markdown: one table per CPU."""
-    lines = [PAGE]
+    """The page with all rows: its text, and one table per CPU."""
+    lines = [PAGE.read_text().partition("\n## ")[0]]
     for cpu, rows in table.groupby("cpu"):
         lines += [f"## {cpu}\n", f"| {' | '.join(HEADER)} |", "|---" * len(HEADER) + "|"]
         for cells in map(shown, rows.sort_values("speed.py").to_dict("records")):
@@ -325,7 +265,6 @@ def write_table(args, cpu):
 
 if __name__ == "__main__":
     args = tyro.cli(Args, description=__doc__)
-    shutil.which("mpirun", path=PATH) or sys.exit("speed.py needs mpirun on PATH")
     cpu = f"{os.cpu_count()} cores of {cpu_name()}"
     print(f"{' '.join(sys.argv[1:])}, on {cpu}", flush=True)
     if args.what == "table":

@@ -30,9 +30,9 @@ kept; NumPy is enough to act with it, so neither torch nor tensorflow is importe
 import contextlib
 import dataclasses
 import os
-import subprocess
 import sys
 import warnings
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -41,13 +41,14 @@ from tyro.conf import Positional, arg
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
 from common import UsageError
-from common.args import NonNegInt, PosInt, parse_args
+from common.args import NonNegInt, PosInt, Range, parse_args
 from common.serialization import printable, read_json, read_npz
 
 LOG_STD_MIN, LOG_STD_MAX = -20, 2  # of a squashed Gaussian, as in the SAC scripts
 ADVICE = "rendering without a display needs EGL or OSMesa, with MUJOCO_GL=egl or osmesa: "
 ADVICE += "apt-get install libegl1 libgl1-mesa-dri, or libosmesa6"
-DISTRIBUTIONS = ("categorical", "gaussian", "deterministic", "squashed_gaussian")
+KINDS = {"activation": ("tanh", "relu")}
+KINDS |= {"distribution": ("categorical", "gaussian", "deterministic", "squashed_gaussian")}
 
 
 @dataclasses.dataclass
@@ -55,8 +56,8 @@ class Args:
     run_dir: Positional[Path]  # directory of a run
     episodes: Annotated[PosInt, arg(aliases=["-n"])] = 10  # number of episodes
     deterministic: Annotated[bool, arg(aliases=["-d"])] = False  # the mean or mode, not a sample
-    # Most steps of an episode; default: the run's max_ep_len; 0: the environment's limit alone.
-    len: Annotated[int | None, arg(aliases=["-l"])] = None
+    # Most steps of an episode; -1: the run's max_ep_len; 0: the environment's limit alone.
+    len: Annotated[int, Range(low=-1), arg(aliases=["-l"])] = -1
     seed: NonNegInt = 0  # of environment and actions
     itr: Annotated[int | Literal["last", "best"], arg(aliases=["-i"])] = "last"  # epoch of a save
     render: bool = False  # show it in a window
@@ -81,23 +82,19 @@ def read_policy(path):
         arrays = read_npz(path)
         n = sum(name.startswith("weight_") for name in arrays)
         layers = [(arrays.pop(f"weight_{i}"), arrays.pop(f"bias_{i}")) for i in range(n)]
-        names = {name: str(arrays[name]) for name in ("activation", "distribution")}
-        policy = {**arrays, **names, "layers": layers, "epoch": int(arrays.get("epoch", -1))}
-        if (
-            names["activation"] not in ("tanh", "relu")
-            or names["distribution"] not in DISTRIBUTIONS
-        ):
-            raise ValueError(f"unknown {' or '.join(names.values())}")
+        policy = {**arrays, "layers": layers, "epoch": int(arrays.get("epoch", -1))}
+        for name, kinds in KINDS.items():
+            policy[name] = str(arrays[name])
+            if policy[name] not in kinds:
+                raise ValueError(f"unknown {name} {policy[name]}")
         for i, (W, b) in enumerate(layers):
             if W.ndim != 2 or b.shape != W.shape[1:] or not np.isfinite([*W, b]).all():
                 raise ValueError(f"layer {i} does not fit, or is not finite: {W.shape}, {b.shape}")
         with np.errstate(all="ignore"):
             a = act(policy, np.zeros(len(layers[0][0])), np.random.default_rng(0))
-        outputs = 2 if names["distribution"] == "squashed_gaussian" else 1
+        outputs = 2 if policy["distribution"] == "squashed_gaussian" else 1
         if np.isnan(a).any() or b.size != outputs * policy.get("act_low", b).size:
             raise ValueError("its actions are not numbers, or too many or few")
-    except FileNotFoundError:
-        raise UsageError(f"{path} does not exist: the run has not saved that policy") from None
     except KeyError as e:
         raise UsageError(f"{path} is no policy: it has no {e.args[0]}") from e
     except (OSError, ValueError, TypeError, IndexError) as e:
@@ -147,21 +144,14 @@ def act(policy, o, rng, deterministic=False):
 def find_policy(run_dir, itr="last"):
     """The policy of a run: the last, the best by return, or that of an epoch.
 
-    Raises UsageError if there is none, naming the epochs there are.
+    Raises UsageError if there is none, naming those there are.
     """
-    run_dir = Path(run_dir)
-    if itr in ("last", -1):  # -1: Spinning Up's word for it
-        return read_policy(run_dir / "policy.npz")
-    saved = {path.stem.removeprefix("policy_"): path for path in run_dir.glob("policy_*.npz")}
-    epochs = {int(name): path for name, path in saved.items() if name.isdecimal()}
-    path = saved.get("best") if itr == "best" else epochs.get(itr)
-    policy = read_policy(path or run_dir / "policy.npz")
-    if path is None and policy["epoch"] != itr:
-        there = ", ".join(map(str, sorted({*epochs, policy["epoch"]})))
-        what = "best policy" if itr == "best" else f"policy of epoch {itr}"
-        text = f"no {what} is saved in {run_dir}; there are: {there}"
+    name = "policy.npz" if itr in ("last", -1) else f"policy_{itr}.npz"  # -1: Spinning Up's word
+    there = sorted(path.name for path in Path(run_dir).glob("policy*.npz"))
+    if name not in there:
+        text = f"there is no {name} in {run_dir}, only {', '.join(there) or 'no policy at all'}"
         raise UsageError(f"{text} (a run with --snapshots keeps more)")
-    return policy
+    return read_policy(Path(run_dir, name))
 
 
 def load_policy(run_dir, itr="last", deterministic=False, seed=0):
@@ -185,35 +175,15 @@ def load_policy(run_dir, itr="last", deterministic=False, seed=0):
 
 def read_config(run_dir):
     """config.json of a run; UsageError if this is no run directory."""
-    path = Path(run_dir)
+    path = Path(run_dir, "config.json")
     try:
-        config = read_json(path / "config.json")
-        steps = config.get("max_ep_len") or 0
-        if type(steps) is not int or steps < 0 or not isinstance(config.get("env_id"), str):
-            raise KeyError
-    except (FileNotFoundError, NotADirectoryError):
-        runs = sorted([*path.glob("*/config.json"), *path.glob("*/*/config.json")])
-        hint = f"; did you mean {runs[0].parent}?" if runs else ""
-        raise UsageError(f"{run_dir} is not the directory of a run{hint}") from None
-    except KeyError:
-        raise UsageError(f"{path}/config.json is damaged: env_id or max_ep_len is wrong") from None
-    except ValueError as e:
-        raise UsageError(str(e)) from e
+        config = read_json(path)
+    except (OSError, ValueError) as e:
+        raise UsageError(f"{run_dir} is not the directory of a run: {e}") from e
+    steps = config.get("max_ep_len") or 0
+    if type(steps) is not int or steps < 0 or not isinstance(config.get("env_id"), str):
+        raise UsageError(f"{path} is damaged: env_id or max_ep_len is wrong")
     return config
-
-
-def choose_gl():
-    """Let MuJoCo render without a display: EGL, else OSMesa, whichever works here."""
-    if "MUJOCO_GL" in os.environ or os.environ.get("DISPLAY") or sys.platform != "linux":
-        return
-    probe = "import mujoco; c = mujoco.GLContext(8, 8); c.make_current(); c.free()"
-    for name in ("egl", "osmesa"):
-        env = {**os.environ, "MUJOCO_GL": name, "PYOPENGL_PLATFORM": name}
-        if not subprocess.run(
-            [sys.executable, "-c", probe], env=env, capture_output=True
-        ).returncode:
-            os.environ.update(env)
-            return
 
 
 def load_env(run_dir, render_mode=None):
@@ -227,11 +197,11 @@ def load_env(run_dir, render_mode=None):
         UsageError: it cannot be made or, given a render mode, cannot be drawn.
     """
     config = read_config(run_dir)
-    if render_mode == "human" and sys.platform == "linux":
-        if not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+    displays = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if render_mode and sys.platform == "linux" and not displays:
+        if render_mode == "human":
             raise UsageError("--render needs a display; without one, --video DIR writes a video")
-    elif render_mode:
-        choose_gl()
+        os.environ.setdefault("MUJOCO_GL", "egl" if find_library("EGL") else "osmesa")
     import gymnasium as gym
 
     from common.cli import make_env
@@ -248,10 +218,9 @@ def load_env(run_dir, render_mode=None):
     except Exception as e:  # of any kind: config.json may ask for anything
         if isinstance(e, UsageError) and not render_mode:
             raise UsageError(printable(e)) from e
-        name, what = printable(config["env_id"]), f"{type(e).__name__}: {printable(e)}"
-        drawn = render_mode and not isinstance(e, gym.error.DependencyNotInstalled)
-        verb, advice = ("render", f" ({ADVICE})") if drawn else ("make", "")
-        raise UsageError(f"cannot {verb} {name}: {what}{advice}") from e
+        name, advice = printable(config["env_id"]), f" ({ADVICE})" if render_mode else ""
+        what = f"{type(e).__name__}: {printable(e)}{advice}"
+        raise UsageError(f"cannot make or render {name}: {what}") from e
     start = int(getattr(env.action_space, "start", 0))
     if start:
         space = gym.spaces.Discrete(env.action_space.n)
@@ -268,18 +237,6 @@ def check_spaces(env, policy, env_id):
     words = [f"{o} observations, {a} {'real' if r else 'discrete'} actions" for o, a, r in kinds]
     if words[0] != words[1]:
         raise UsageError(f"the policy is for {words[0]}; {env_id} has {words[1]}")
-
-
-def record(env, directory, name):
-    """`env`, which writes a video of every episode to `directory`, `<name>-episode-<i>.mp4`."""
-    import gymnasium as gym
-
-    every = {"episode_trigger": lambda _: True, "disable_logger": True}
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        return gym.wrappers.RecordVideo(env, directory, name_prefix=name, **every)
-    except (OSError, gym.error.Error) as e:
-        raise UsageError(f"--video: {e}") from e
 
 
 def run_policy(env, get_action, max_ep_len=0, num_episodes=100, seed=0):
@@ -306,18 +263,19 @@ def main(argv=None):
         args = parse_args(Args, argv)
         if args.render and (args.video or args.norender):
             raise UsageError("--render excludes --video and --norender")
-        if args.len is not None and args.len < 0:
-            raise UsageError(f"--len must be at least 0, not {args.len}")
         config, policy = read_config(args.run_dir), find_policy(args.run_dir, args.itr)
         get_action = load_policy(args.run_dir, args.itr, args.deterministic, args.seed)
         env = load_env(args.run_dir, "human" if args.render else args.video and "rgb_array")
         check_spaces(env, policy, config["env_id"])
         if args.video:
-            env = record(env, args.video, args.run_dir.resolve().name)
-    except UsageError as e:
+            from gymnasium.wrappers import RecordVideo
+
+            how = {"episode_trigger": lambda _: True, "disable_logger": True}
+            env = RecordVideo(env, args.video, name_prefix=args.run_dir.resolve().name, **how)
+    except (OSError, UsageError) as e:
         print(f"test_policy.py: error: {printable(e, 1000)}", file=sys.stderr)
         sys.exit(2)
-    max_ep_len = config.get("max_ep_len") or 0 if args.len is None else args.len
+    max_ep_len = config.get("max_ep_len") or 0 if args.len < 0 else args.len
     how = "deterministic" if args.deterministic else "sampled"
     env_id, script = printable(config["env_id"]), printable(config.get("script"))
     print(f"{env_id}, {script}, after epoch {policy['epoch']}, {how} actions")
@@ -327,8 +285,6 @@ def main(argv=None):
         f"mean {np.mean(returns):.3f}   std {np.std(returns):.3f}   "
         f"min {np.min(returns):.3f}   max {np.max(returns):.3f}   length {np.mean(lengths):.1f}"
     )
-    if args.video:
-        print(f"videos are in {args.video}")
 
 
 if __name__ == "__main__":

@@ -200,7 +200,6 @@ def test_any_sweep_is_planned_inside_data_dir_or_refused(text):
         try:
             sweep = grid.read_sweep(str(path))
             runs = grid.plan(sweep)
-            [launch.place(run) for run in runs]
         except UsageError as e:
             assert str(e)
         else:
@@ -392,11 +391,9 @@ def test_a_damaged_run_keeps_no_other_from_being_plotted(run_on_disk, capsys, da
             assert curve.attrs["label"].isprintable()
         run = launch.Run(flags.find(FAKE), "bad", 0, {}, {}, 1, directory)
         word, detail = launch.status(run)
-        assert word in ("finished", "interrupted", "failed", "too short")
+        assert word in ("finished", "interrupted", "failed", "another run")
         assert detail == "" or detail.isprintable()
         launch.read_progress(run)
-        changed = launch.place(run)
-        assert changed == "" or changed.isprintable()
     capsys.readouterr()
 
 

@@ -256,7 +256,8 @@ def test_a_damaged_status(torch_run, tmp_path, capsys, kind):
     """With a checkpoint the run goes on, and says so; without one its table is left as it is."""
     data, directory = copy(torch_run, tmp_path)
     damage(directory / "status.json", kind)
-    run_of_grid = launch.Run(flags.find(FAKE), "run", 0, {}, {}, 1, str(data))
+    script = flags.find(ROOT / "algos" / "ppo_torch.py")
+    run_of_grid = launch.Run(script, "run", 0, {}, {}, 1, str(data))
     assert launch.status(run_of_grid)[0] == "interrupted"
     shutil.copytree(data, tmp_path / "bare")
     bare = run_dir(tmp_path / "bare", "run")

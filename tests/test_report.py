@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import ROOT
+from conftest import contents
 
 from benchmark import report
 
@@ -14,22 +14,18 @@ PLAIN = {"hidden_sizes": [64, 32], "activation": "tanh", "steps_per_epoch": 4000
 COMMIT = "12e4567890abcdef"  # looks like a number once it is cut
 
 
-def write_run(
-    data_dir, seed, returns, script="ppo_torch.py", env="Hopper-v4", steps=4000, **config
-):
-    tests = script.startswith(("ddpg", "td3", "sac"))
+def write_run(data_dir, seed, returns, script="ppo_torch.py", env="Hopper-v4", **config):
     run = data_dir / f"{script}_{env}" / f"s{seed}"
     run.mkdir(parents=True, exist_ok=True)
     config = {**PLAIN, "script": script, "env_id": env, "seed": seed, "exp_name": "x", **config}
     (run / "config.json").write_text(json.dumps({"git_commit": COMMIT, "ranks": 1, **config}))
-    (run / "status.json").write_text('{"status": "finished"}')
+    (run / "status.json").write_text('{"status": "finished", "epoch": 3}')
     table = pd.DataFrame({"Epoch": range(len(returns)), "AverageEpRet": returns})
-    if tests:
+    if script.startswith(("ddpg", "td3", "sac")):
         table["AverageTestEpRet"] = table["AverageEpRet"] + 1000
-    table["TotalEnvInteracts"] = steps * (table["Epoch"] + 1)
+    table["TotalEnvInteracts"] = 4000 * (table["Epoch"] + 1)
     table["Time"] = 2.0 * (table["Epoch"] + 1)
     table.to_csv(run / "progress.txt", sep="\t", index=False, na_rep="nan")
-    return run
 
 
 def read(results):
@@ -39,42 +35,33 @@ def read(results):
 def test_collect_takes_runs_in_and_replaces_them(tmp_path):
     data, results = tmp_path / "data", tmp_path / "results"
     results.mkdir()
-    write_run(data, 0, [1.5, np.nan, 3], cpu="A CPU")
+    write_run(data, 0, [1.5, np.nan, 3])
     write_run(data, 1, [4, 5], env="Ant-v4", versions={"cpu": "B"}, norm_obs=True, norm_rew=True)
     off_policy = {"hidden_sizes": [256, 256], "activation": "relu", "gamma": 0.9, "ranks": 2}
     write_run(data, 2, [7], "sac_tf1.py", **off_policy)
     assert report.collect([str(data)], results) == 3
     runs, curves = read(results)
-    assert runs.run.tolist() == [
-        "ppo_torch_Ant-v4_normalised_s1",
-        "ppo_torch_Hopper-v4_s0",
-        "sac_tf1_Hopper-v4_gamma-0-9-ranks-2_s2",
-    ]
-    assert runs.settings.tolist() == ["normalised", "plain", "gamma 0.9, ranks 2"]
-    assert runs.cpu.tolist() == ["B", "A CPU", "unknown"]
+    columns = ["run", "settings", "cpu", "seed", "ranks", "steps", "seconds"]
     assert runs.commit.tolist() == ["12e4567890"] * 3
-    assert runs[["seed", "ranks", "steps", "seconds"]].to_numpy().tolist() == [
-        *([1, 1, 8000, 4], [0, 1, 12000, 6], [2, 2, 4000, 2])
+    assert runs[columns].to_numpy().tolist() == [
+        ["ppo_torch_Ant-v4_normalised_s1", "normalised", "B", 1, 1, 8000, 4],
+        ["ppo_torch_Hopper-v4_s0", "plain", "unknown", 0, 1, 12000, 6],
+        [runs.run[2], "gamma 0.9, ranks 2", "unknown", 2, 2, 4000, 2],
     ]
+    assert runs.run[2] == "sac_tf1_Hopper-v4_gamma-0-9-ranks-2_s2"
     hopper = curves[curves.run == "ppo_torch_Hopper-v4_s0"]
     assert hopper[["steps", "return"]].to_numpy().tolist() == [[4000, 1.5], [12000, 3]]
     assert curves[curves.run.str.startswith("sac")].test_return.tolist() == [1007]
 
-    before = {path.name: path.read_bytes() for path in results.iterdir()}
+    before = contents(results)
     report.collect([str(data)], results)
-    assert {path.name: path.read_bytes() for path in results.iterdir()} == before
+    assert contents(results) == before
     write_run(tmp_path / "later", 0, [8, 9, 10, 11])
     (tmp_path / "later/ppo_torch.py_Hopper-v4/s0/status.json").unlink()
     report.collect([str(tmp_path / "later")], results)
     runs, curves = read(results)
     assert len(runs) == 3 and runs.status.tolist() == ["finished", "unknown", "finished"]
     assert curves[curves.run == "ppo_torch_Hopper-v4_s0"]["return"].tolist() == [8, 9, 10, 11]
-    assert runs.commit.tolist() == ["12e4567890"] * 3
-
-    write_run(tmp_path / "new", 0, [0], git_commit="0123456789ab")
-    report.collect([str(tmp_path / "new")], results, drop=["12e4567890"])
-    runs, curves = read(results)
-    assert runs.commit.tolist() == ["0123456789"] and len(curves) == 1
     with pytest.raises(ValueError, match="starts with it"):
         report.collect([str(tmp_path / "nothing")], results)
 
@@ -85,14 +72,6 @@ def test_settings_in_words():
     assert report.settings_of({**config, "norm_obs": True}) == "norm_obs"
     assert report.settings_of({**config, "hidden_sizes": [8, 9]}) == "hidden_sizes [8 9]"
     assert report.settings_of({**config, "exp_name": "strong_ppo_x", "lam": 0.95}) == "strong"
-
-
-def test_of_two_runs_that_are_the_same_the_longer_is_collected(tmp_path, capsys):
-    write_run(tmp_path / "data" / "a", 0, [1, 2, 3])
-    write_run(tmp_path / "data" / "b", 0, [4, 5])
-    report.collect([str(tmp_path / "data")], tmp_path)
-    assert read(tmp_path)[1]["return"].tolist() == [1, 2, 3]
-    assert "is as long" in capsys.readouterr().err
 
 
 def test_long_runs_are_thinned_to_means(tmp_path):
@@ -120,10 +99,7 @@ def test_returns_at_a_step_are_smoothed_by_seed_with_an_interval(tmp_path):
     np.testing.assert_allclose(mean, np.mean(ends), rtol=1e-5)
     np.testing.assert_allclose(half, 4.303 * np.std(ends, ddof=1) / np.sqrt(3), rtol=1e-4)
     assert n == 3
-    assert (
-        results.mark(curves[3:]) == 300_000 and results.mark(curves[:1] + curves[3:]) == 1_000_000
-    )
-    assert results.mark([]) is None
+    assert results.mark(curves[3:]) == 300_000 and results.mark([]) is None
     text = report.our_cell(results, "ppo", "torch", "HalfCheetah")
     assert text == f"{mean:.0f} ± {half:.0f} (3) ▼"  # 1733 ± 521 is published
     assert report.our_cell(results, "ppo", "tf1", "HalfCheetah") == ""
@@ -150,21 +126,13 @@ def test_tables_go_between_their_marks():
     filled = report.fill(page, {"x": "X", "y": "Y"})
     assert "old" not in filled and re.findall(r"^\w$", filled, flags=re.M) == ["a", "X", "b", "Y"]
     assert report.fill(filled, {"x": "X", "y": "Y"}) == filled
-    with pytest.raises(ValueError, match="no table is called y; there are x"):
-        report.fill(page, {"x": "X"})
-    with pytest.raises(ValueError, match="has no"):
-        report.fill("<!-- results: x -->\n", {"x": "X"})
 
 
 def test_what_is_committed_is_what_the_command_makes():
     """Pages to the letter; figures to hundredths of a point, since sums round by CPU."""
     files = report.make()
-    assert {path.name for path in files} >= {
-        "README.md",
-        "on_policy.md",
-        "off_policy.md",
-        "all.svg",
-    }
+    names = {path.name for path in files}
+    assert names >= {"README.md", "on_policy.md", "off_policy.md", "all.svg"}
     number = r"-?\d+(?:\.\d+)?"
     for path, text in files.items():
         committed = path.read_text()
@@ -176,14 +144,3 @@ def test_what_is_committed_is_what_the_command_makes():
             assert a.shape == b.shape and np.abs(a - b).max() < 0.03, hint
             committed, text = re.sub(number, "", committed), re.sub(number, "", text)
         assert committed == text, hint
-
-
-def test_results_are_small_and_complete():
-    runs, curves = read(report.RESULTS)
-    assert sum(path.stat().st_size for path in report.RESULTS.iterdir()) < 10e6
-    assert curves.groupby("run").size().max() <= report.MAX_ROWS
-    assert set(curves.run) == set(runs.run) and runs.run.is_unique
-    scripts = {path.stem for path in (ROOT / "algos").glob("*.py")}
-    assert set(runs.script) <= scripts
-    assert not runs.drop(columns="seconds").isna().any().any()
-    assert not (curves["return"].isna() & curves["test_return"].isna()).any()
