@@ -61,7 +61,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # to find benchmark and common from any directory
 from benchmark import flags, launch, slurm
 from common import UsageError
-from common.args import PosInt, check_args, flag, help_text, parse_args
+from common.args import PosInt, check_args, flag, parse_args
 from common.mpi_tools import cores
 from common.run_dir import MAX_NAME
 from common.serialization import check_inside, printable, read_text
@@ -445,8 +445,7 @@ def read_value(word):
 def main(argv=None):
     argv, source = sys.argv[1:] if argv is None else argv, ""
     if {"-h", "--help"} & set(argv):
-        launch.say(help_text(Options))
-        sys.exit(0)
+        parse_args(Options, ["--help"])
     try:
         heads, found = read_words(argv)
         options = take_options(found)

@@ -4,20 +4,18 @@
         epoch_000012/           the state after 12 epochs
             rank_0.npz          a tree of arrays and scalars: parameters, optimizer, counters
             rank_1.npz          the same of the second rank
-            manifest.json       epoch, number of ranks, every file's SHA-256, and its own
         epoch_000011/           the one before it, in case the newest is damaged
         journal/                the replay buffer, one part per checkpoint and rank
             rank_0_000011.npz
             rank_0_000012.npz
 
-No pickle is written, and none is read: arrays are plain ones, the rest is JSON.
+No pickle is written, and none is read: arrays are plain ones, the rest is JSON. Damage is noticed
+by the checksums that an .npz file holds.
 """
 
-import hashlib
 import io
 import json
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -26,14 +24,7 @@ import numpy as np
 
 from common import UsageError
 from common.mpi_tools import allgather, barrier, broadcast, num_procs, proc_id
-from common.serialization import (
-    printable,
-    read_json,
-    read_npz,
-    sync_directory,
-    write_atomically,
-    write_json,
-)
+from common.serialization import printable, read_npz, write_atomically
 
 KEEP = 2  # checkpoints kept
 
@@ -84,15 +75,14 @@ class Checkpointer:
 
     def __init__(self, directory):
         self.directory = Path(directory)
-        self.journal = {}  # this rank's journal: file name -> SHA-256
-        self.counts = [0]  # transitions stored at each save of the journal
+        self.journal = {}  # this rank's parts of the journal: file name -> transitions until then
 
     def save(self, epoch, state, buffer=None):
         """Save the state after `epoch` epochs.
 
         Args:
             epoch: number of finished epochs.
-            state: this rank's tree (see `tree_to_bytes`).
+            state: this rank's tree (see `tree_to_bytes`), a dict.
             buffer: this rank's replay buffer, if there is one: `data` [size, width], whose row
                 i % size holds the i-th transition, and `count`, the transitions ever stored. Only
                 the rows that are new since the last save are written.
@@ -106,30 +96,31 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
         barrier()
+        before = self.journal
         if buffer is not None:
-            size = len(buffer.data)
-            new = np.arange(max(self.counts[-1], buffer.count - size), buffer.count) % size
-            part = {"count": buffer.count, "rows": buffer.data[new]}
+            count, size = buffer.count, len(buffer.data)
+            new = np.arange(max(0, count - size, *before.values()), count) % size
             name = f"rank_{proc_id()}_{epoch:06d}.npz"
-            self.journal[name] = _write(self.directory / "journal" / name, part)
-            self.counts.append(buffer.count)
-            needed = sum(count > buffer.count - size for count in self.counts[1:])
-            self.journal = dict(list(self.journal.items())[-needed:])
-        name = f"rank_{proc_id()}.npz"
-        files = {f"{final.name}/{name}": _write(temporary / name, state)}
-        files |= {f"journal/{name}": digest for name, digest in self.journal.items()}
-        files = {name: digest for part in allgather(files) for name, digest in part.items()}
+            _write(self.directory / "journal" / name, {"count": count, "rows": buffer.data[new]})
+            parts = {**before, name: count}.items()
+            self.journal = {name: stored for name, stored in parts if stored > count - size}
+        about = {"epoch": epoch, "ranks": num_procs(), "journal": self.journal}
+        _write(temporary / f"rank_{proc_id()}.npz", {"about": about, **state})
+        barrier()
         if proc_id() == 0:
-            manifest = {"epoch": epoch, "ranks": num_procs(), "files": files}
-            write_json(temporary / "manifest.json", manifest | {"sha256": _digest(manifest)})
             shutil.rmtree(final, ignore_errors=True)  # a damaged one, found at the last start
             os.rename(temporary, final)
-            sync_directory(self.directory)
-            self._prune()
+            saved = sorted(self.directory.glob("epoch_*"))
+            kept = [path for path in saved if path <= final][-KEEP:]  # later ones are damaged
+            for path in set(saved) - set(kept):
+                shutil.rmtree(path, ignore_errors=True)
         barrier()
+        for path in (self.directory / "journal").glob(f"rank_{proc_id()}_*.npz"):
+            if path.name not in {*before, *self.journal}:
+                path.unlink()
 
     def load(self, buffer=None):
-        """Go back to the newest intact checkpoint.
+        """Go back to the newest checkpoint that is intact on all ranks.
 
         Args:
             buffer: as in `save`; its rows and count are restored in place.
@@ -146,77 +137,40 @@ class Checkpointer:
         for name in names:
             error = None
             try:
-                epoch, state, journal = self._read(self.directory / name)
-            except CheckpointError:
-                raise
-            except (OSError, ValueError) as e:
+                about, state, journal = self._read(name)
+            except (OSError, ValueError, TypeError, LookupError) as e:
                 error = printable(f"{type(e).__name__}: {e}")
             errors = [e for e in allgather(error) if e]
             if not errors:
-                for part in journal if buffer is not None else []:
-                    start = part["count"] - len(part["rows"])
-                    buffer.data[np.arange(start, part["count"]) % len(buffer.data)] = part["rows"]
-                    buffer.count = part["count"]
-                    self.counts.append(buffer.count)
-                return epoch, state
+                self.journal = about["journal"]
+                for count, rows in journal if buffer is not None else []:
+                    buffer.data[np.arange(count - len(rows), count) % len(buffer.data)] = rows
+                    buffer.count = count
+                return about["epoch"], state
             if proc_id() == 0:
                 print(f"WARNING: checkpoint {name} is damaged ({errors[0]})", file=sys.stderr)
         if names:
             raise CheckpointError(f"no usable checkpoint in {self.directory}")
         return 0, None
 
-    def _read(self, path):
-        """Check all files of one checkpoint against its manifest and load this rank's."""
-        manifest = _read_manifest(path)
-        ranks = manifest.get("ranks")
-        if ranks != num_procs():
-            raise CheckpointError(f"{path} is of {ranks} ranks, and this run has {num_procs()}")
-        mine, files = f"rank_{proc_id()}", manifest["files"]
-        state = _load(path / f"{mine}.npz", files.get(f"{path.name}/{mine}.npz"))
-        names = sorted(n for n in files if re.fullmatch(rf"journal/{mine}_\d+\.npz", n))
-        journal = [_load(self.directory / n, files[n]) for n in names]
-        self.journal = {Path(n).name: files[n] for n in names}
-        return manifest["epoch"], state, journal
-
-    def _prune(self):
-        """Delete all checkpoints but the newest few, and the journal parts that none names."""
-        epochs, named = sorted(self.directory.glob("epoch_*")), set()
-        for path in epochs[:-KEEP]:
-            shutil.rmtree(path, ignore_errors=True)
-        for path in epochs[-KEEP:]:
-            try:
-                named |= set(_read_manifest(path)["files"])
-            except (OSError, ValueError):
-                return  # the older one is damaged: keep every part that it may name
-        for path in (self.directory / "journal").glob("rank_*.npz"):
-            if f"journal/{path.name}" not in named:
-                path.unlink(missing_ok=True)
+    def _read(self, name):
+        """(about, state, [(count, rows), ...] of the journal) of this rank in a checkpoint."""
+        state = _read(self.directory / name / f"rank_{proc_id()}.npz")
+        about = state.pop("about")
+        if name != f"epoch_{about['epoch']:06d}":
+            raise ValueError(f"it is of epoch {about['epoch']}")
+        if about["ranks"] != num_procs():
+            raise ValueError(f"it is of {about['ranks']} ranks, and this run has {num_procs()}")
+        parts = [_read(self.directory / "journal" / file) for file in about["journal"]]
+        journal = [(part["count"], part["rows"]) for part in parts]
+        if [count for count, _ in journal] != list(about["journal"].values()):
+            raise ValueError("its journal is of other epochs")
+        return about, state, journal
 
 
 def _write(path, tree):
-    """Write a tree to a file, synced, and return its SHA-256."""
-    data = tree_to_bytes(tree)
-    write_atomically(path, lambda f: f.write(data))
-    return hashlib.sha256(data).hexdigest()
+    write_atomically(path, lambda f: f.write(tree_to_bytes(tree)))
 
 
-def _load(path, digest):
-    """Read a tree from a file. Raises ValueError if its SHA-256 is not `digest`."""
-    data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() != digest:
-        raise ValueError(f"{path.name} does not match its checksum")
-    return tree_from_bytes(data)
-
-
-def _digest(manifest):
-    """SHA-256 of a manifest without its own."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _read_manifest(path):
-    """The manifest in the directory of a checkpoint. Raises ValueError if it is damaged."""
-    manifest = read_json(path / "manifest.json")
-    digest, epoch = manifest.pop("sha256", None), manifest.get("epoch")
-    if digest != _digest(manifest) or path.name != f"epoch_{epoch:06d}":
-        raise ValueError("manifest.json does not match its checksum")
-    return manifest
+def _read(path):
+    return tree_from_bytes(path.read_bytes())

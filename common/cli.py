@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 
@@ -19,7 +20,6 @@ from gymnasium import spaces
 from common import UsageError, logger
 from common.args import check_args, parse_args
 from common.mpi_tools import barrier, mpi_abort, mpi_fork, num_procs, proc_id
-from common.signals import catch_signals, stop_signal
 
 OBSERVATIONS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
 
@@ -95,9 +95,7 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
         raise UsageError(f"{env_id} has actions without bounds: there is no scale to act on")
     if isinstance(space, spaces.Box) and space.dtype.kind != "f":
         raise UsageError(f"{env_id} has integer actions in a Box; supported: real numbers")
-    if not (
-        isinstance(env.observation_space, spaces.Box) and len(env.observation_space.shape) == 1
-    ):
+    if not isinstance(env.observation_space, spaces.Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
     return CheckedEnv(env)
 
@@ -131,18 +129,38 @@ def experiment(train):
         except BaseException as e:
             status = "interrupted" if isinstance(e, KeyboardInterrupt) else "failed"
             text = str(e) if isinstance(e, UsageError) else f"{type(e).__name__}: {e}"
-            logger.mark(status, text)
+            logger.abandon(status, text)
             raise
-        finally:
-            logger.release()
 
     return checked_train
 
 
+def catch_signals():
+    """From now on SIGINT, SIGTERM and SIGUSR1 end the run at the end of its epoch; twice, at once.
+
+    A terminal's Ctrl-C comes twice, from the terminal and from mpirun: that is one request.
+    """
+    first = math.inf  # when the run was asked to stop
+
+    def on_signal(signum, frame):
+        nonlocal first
+        if time.monotonic() > first + 1:
+            logger.abandon("interrupted", f"signal {signum}, twice")
+            os._exit(128 + signum)
+        if logger.stop_signal is None and proc_id() == 0:
+            name = signal.Signals(signum).name
+            tell(f"\n{name}: stopping at the end of this epoch; once more stops at once")
+        logger.stop_signal, first = signum, min(first, time.monotonic())
+
+    proc_id()  # MPI installs a SIGUSR1 handler of its own when it starts: ours comes after it
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(signum, on_signal)
+
+
 def tell(text):
-    """Print a line on stderr. That nobody reads it is no error: the process is about to exit."""
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+    """Write a line to stderr. That nobody reads it is no error."""
+    with contextlib.suppress(OSError):  # no print: a signal's handler could interrupt another one
+        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
 
 
 def main(train, Args):
@@ -153,7 +171,7 @@ def main(train, Args):
     try:
         args = parse_args(Args)
         mpi_fork(args.num_cpu)
-        catch_signals(on_second=lambda text: logger.mark("interrupted", text))
+        catch_signals()
         finished = train(args)
     except UsageError as e:
         all_agree = barrier(timeout=5)
@@ -171,4 +189,4 @@ def main(train, Args):
         tell(f"{script}: failed{where}\n{traceback.format_exc()}")
         mpi_abort(1)
     if not finished:
-        sys.exit(128 + (stop_signal() or signal.SIGTERM))
+        sys.exit(128 + (logger.stop_signal or signal.SIGTERM))

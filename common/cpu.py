@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import functools
 import mmap
 import os
 import re
@@ -16,7 +15,6 @@ MOV_EAX_1_RET = b"\xb8\x01\x00\x00\x00\xc3"  # `return 1` in x86-64 code
 mkl = None  # once switch_mkl has been called, "as on Intel" or "default": for config.json
 
 
-@functools.cache
 def _cpuinfo():
     """Fields of the first CPU in /proc/cpuinfo; none where there is no such file."""
     with contextlib.suppress(OSError):
@@ -26,8 +24,8 @@ def _cpuinfo():
 
 def cpu_name():
     """Maker and model of the CPU, such as "AuthenticAMD AMD EPYC"; "unknown" outside Linux."""
-    names = (_cpuinfo().get(key) for key in ("vendor_id", "model name"))
-    return " ".join(name for name in names if name) or "unknown"
+    names = [_cpuinfo().get(key, "") for key in ("vendor_id", "model name")]
+    return " ".join(names).strip() or "unknown"
 
 
 def switch_mkl(library):
@@ -44,10 +42,7 @@ def switch_mkl(library):
     """
     global mkl
     mkl = "default"
-    amd = (
-        _cpuinfo().get("vendor_id") == "AuthenticAMD"
-        and "avx2" in _cpuinfo().get("flags", "").split()
-    )
+    amd = _cpuinfo().get("vendor_id") == "AuthenticAMD" and "avx2" in _cpuinfo().get("flags", "")
     if not amd or os.environ.get("TORCH_MKL_AMD") == "0":
         return
     with contextlib.suppress(OSError, AttributeError):

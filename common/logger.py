@@ -7,8 +7,8 @@
         logger.log_tabular("EpRet", with_min_and_max=True)
         logger.dump_tabular()
 
-`Logger` and `EpochLogger` have Spinning Up's methods and write its file formats, so that its
-readers' own tools read ours. All methods are called by all ranks together; rank 0 writes.
+`EpochLogger` has Spinning Up's methods and writes its file formats, so that its readers' own tools
+read ours. All methods are called by all ranks together; rank 0 writes.
 """
 
 import contextlib
@@ -30,24 +30,17 @@ from tqdm import tqdm
 
 from common import UsageError, run_dir
 from common.checkpoint import Checkpointer
-from common.mpi_tools import (
-    barrier,
-    broadcast,
-    check_finite,
-    mpi_statistics_scalar,
-    mpi_sum,
-    on_rank_0,
-    proc_id,
-)
+from common.mpi_tools import check_finite, mpi_op, mpi_statistics_scalar, on_rank_0, proc_id
 from common.run_dir import setup_logger_kwargs
 from common.serialization import convert_json, write_atomically, write_json
-from common.signals import stop_requested
 
-COLORS = {"gray": 30, "red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
+COLORS = ["gray", "red", "green", "yellow", "blue", "magenta", "cyan"]
 TAGS = {"AverageEpRet": "charts/episodic_return", "EpLen": "charts/episodic_length"}
 TAGS |= {"AverageTestEpRet": "eval/episodic_return", "TestEpLen": "eval/episodic_length"}
+LOSSES = ("Loss", "DeltaLoss", "KL", "Entropy", "ClipFrac", "StopIter", "Alpha")
 
-_open_logger = None  # the logger of the script's run, which `mark` and `release` are about
+_open_logger = None  # the logger of the script's run, which `abandon` is about
+stop_signal = None  # the signal that asked this process to stop
 
 
 def start_run(args, script):
@@ -61,7 +54,7 @@ def start_run(args, script):
         an EpochLogger.
 
     Raises:
-        UsageError: see `Logger` and `Logger.save_config`.
+        UsageError: see `EpochLogger` and `EpochLogger.save_config`.
     """
     global _open_logger
     exp_name = args.exp_name or re.sub(r"[^\w.-]", "_", f"{Path(script).stem}_{args.env_id}")
@@ -80,66 +73,57 @@ def start_run(args, script):
     return logger
 
 
-def mark(status, error=None):
-    """Write down how the open run ended, from any rank; nothing happens if none is open."""
+def abandon(status, error):
+    """Write down how the open run ended, from any rank, and close it, if one is open."""
     if _open_logger is not None:
         # The disk may be what failed: then the way out must not fail too.
         with contextlib.suppress(Exception):
             _open_logger.write_status(status, error)
-
-
-def release():
-    """Close the open run's files and let other processes have its directory."""
-    if _open_logger is not None:
         _open_logger.close_lock()
 
 
-def colorize(text, color="green", bold=False):
-    """`text` in a terminal's colour escapes."""
-    return f"\x1b[{'1;' if bold else ''}{COLORS[color]}m{text}\x1b[0m"
+def stop_requested():
+    """Whether any rank was asked to stop; the same answer on all ranks."""
+    return mpi_op(stop_signal is not None, "MAX") > 0
 
 
-class Logger:
-    """The record of one run.
+class EpochLogger:
+    """The record of one run, with statistics over all ranks of what is gathered in an epoch.
 
     Args:
         output_dir: the run directory; made here. A new one under the system's directory for
             temporary files, `/tmp/experiments/<time>`, if None.
-        output_fname: the table's file name.
         exp_name: the experiment's name, for plots.
         resume: continue the run that the directory holds; start one if it holds none.
         overwrite: delete the run that the directory holds.
 
     Raises:
-        UsageError: the directory cannot be made or written, holds a run and neither `resume` nor
-            `overwrite` is set, or another process has it open. Nothing was changed then.
+        UsageError: the directory cannot be written, holds a run and neither `resume` nor
+            `overwrite` is set, or another process has it open. No run was changed then.
     """
 
-    def __init__(
-        self,
-        output_dir=None,
-        output_fname="progress.txt",
-        exp_name=None,
-        resume=False,
-        overwrite=False,
-    ):
+    def __init__(self, output_dir=None, exp_name=None, resume=False, overwrite=False):
         if output_dir is None:
-            now = f"{broadcast(datetime.now()):%Y-%m-%d_%H-%M-%S-%f}"
+            now = f"{on_rank_0(datetime.now):%Y-%m-%d_%H-%M-%S-%f}"
             output_dir = Path(tempfile.gettempdir(), "experiments", now)
         self.output_dir = Path(output_dir)
-        self.progress_path = self.output_dir / output_fname
+        self.progress_path = self.output_dir / "progress.txt"
         self.exp_name, self.resume = exp_name, resume
+        self.stored = {}  # numbers of this epoch, a list by key
         self.headers, self.row, self.last_row = [], {}, {}
         self.epoch = self.epochs = 0  # epochs done, epochs to do
         self.save_freq, self.snapshots = 1, False  # epochs between saves; whether to keep policies
         self.best = -np.inf  # return of the best snapshot
         self.stopping = False  # whether the run was asked to stop
         self.finished = False  # whether the run that is resumed has no epoch left to do
-        self.elapsed = 0.0  # seconds before this process took the run up
-        self.start_time = time.time()
-        self.progress_file = self.events = self._last_charted = None
-        self._lock = on_rank_0(run_dir.claim, self.output_dir, resume, overwrite)
+        self.start_time = time.time()  # less what the run had taken before this process
+        self.charted = 0, self.start_time  # steps and time of the last row for TensorBoard
+        self.events = self._lock = None
+        on_rank_0(self._claim, resume, overwrite)
         self.checkpointer = Checkpointer(self.output_dir / "checkpoint")
+
+    def _claim(self, resume, overwrite):
+        self._lock = run_dir.claim(self.output_dir, resume, overwrite)
 
     def save_config(self, config, script=None):
         """Write config.json: the arguments, and the versions that the numbers depend on.
@@ -155,11 +139,11 @@ class Logger:
         self.epochs, self.save_freq = args.get("epochs", 0), args.get("save_freq", 1)
         self.snapshots = args.get("snapshots", False)
         config = run_dir.describe(args, self.exp_name, script or sys.argv[0])
-        if self.resume and broadcast(run_dir.holds_run(self.output_dir)):
+        if self.resume:
             fixed = {*args, "script", "ranks"} - run_dir.FREE_TO_CHANGE
             if args.get("anneal_lr"):  # the learning rate depends on how many epochs there are
                 fixed |= {"epochs"}
-            found = broadcast(on_rank_0(run_dir.check_resume, self.output_dir, config, fixed))
+            found = on_rank_0(run_dir.check_resume, self.output_dir, config, fixed)
             self.epoch, self.finished, warnings = found
             for text in warnings:
                 self.log(f"WARNING: {text}", "yellow")
@@ -196,7 +180,7 @@ class Logger:
         """Close all files and let other processes have the directory."""
         global _open_logger
         _open_logger = None if _open_logger is self else _open_logger
-        for file in (self.progress_file, self.events, self._lock):
+        for file in (self.events, self._lock):
             if file:
                 file.close()
 
@@ -205,9 +189,10 @@ class Logger:
     def log(self, message, color=None):
         """Print a line, on rank 0."""
         if proc_id() == 0:
-            tty = sys.stdout.isatty()
+            if color and sys.stdout.isatty():
+                message = f"\x1b[{30 + COLORS.index(color)}m{message}\x1b[0m"
             try:
-                tqdm.write(colorize(message, color) if color and tty else message, file=sys.stdout)
+                tqdm.write(message, file=sys.stdout)
                 sys.stdout.flush()
             except OSError:  # the reader or the terminal is gone; the run goes on unseen
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -223,56 +208,85 @@ class Logger:
         name = f"epoch {self.epoch}" + (f" of {self.epochs}" if self.epochs else "")
         return tqdm(range(steps), name, disable=hide, leave=False, unit="step")
 
-    def log_tabular(self, key, val):
-        """Set one column of this epoch's row. Every epoch sets the same columns."""
-        if self.headers and key not in self.headers:
-            raise KeyError(f"column {key} was not in the first row")
-        if key in self.row:
-            raise KeyError(f"column {key} is set already in this row")
-        self.row[key] = val.item() if isinstance(val, np.generic) else val
+    def store(self, **values):
+        """Add numbers or arrays of numbers to this epoch's lists, one by key."""
+        for key, value in values.items():
+            self.stored.setdefault(key, []).append(value)
+
+    def stacked(self, key):
+        """This rank's numbers under `key` in this epoch, an array [N]."""
+        return np.concatenate([np.zeros(0), *map(np.ravel, self.stored.get(key, []))])
+
+    def get_stats(self, key):
+        """(mean, std) over all ranks of what was stored under `key` in this epoch."""
+        return mpi_statistics_scalar(self.stacked(key))
+
+    def log_tabular(self, key, val=None, with_min_and_max=False, average_only=False):
+        """Set a column to a value, or columns to the statistics of what was stored under `key`.
+
+        Args:
+            val: the value; if None, statistics are logged: `Average<key>` and `Std<key>`, with
+                `with_min_and_max` also `Max<key>` and `Min<key>`, with `average_only` just the
+                mean, under `key` itself. NaN where no rank stored anything.
+
+        Raises:
+            FloatingPointError: on all ranks, if a loss or a return is NaN or infinite on any.
+        """
+        if val is not None:
+            self.row[key] = val.item() if isinstance(val, np.generic) else val
+            return
+        numbers = self.stacked(key)
+        if "Loss" in key or "EpRet" in key:
+            check_finite(f"epoch {self.epoch}", **{key: numbers})
+        mean, std, low, high = mpi_statistics_scalar(numbers, with_min_and_max=True)
+        if key == "EpRet" and np.isnan(mean) and not np.isnan(self.last_row.get("AverageEpRet", 0)):
+            text = "so EpRet is nan, and CutEpRet is the return of what the end of the epoch cut"
+            advice = "raise --steps-per-epoch, lower --max-ep-len, or use fewer ranks"
+            text = f"WARNING: no episode ended in epoch {self.epoch}, {text}: {advice}"
+            self.log(text, "yellow")
+        self.row[key if average_only else f"Average{key}"] = mean
+        if not average_only:
+            self.row[f"Std{key}"] = std
+        if with_min_and_max:
+            self.row |= {f"Max{key}": high, f"Min{key}": low}
+        self.stored[key] = []
 
     def dump_tabular(self):
         """End this epoch's row: print it, add it to progress.txt and to the TensorBoard events."""
         self.headers = self.headers or list(self.row)
-        missing = [key for key in self.headers if key not in self.row]
-        if missing:
-            raise KeyError(f"columns {missing} were not set")
+        if odd := set(self.headers) ^ set(self.row):
+            raise KeyError(f"columns {sorted(odd)} are not in every row")
         if proc_id() == 0:
             self.log(_table(self.row))
-            if self.progress_file is None:
-                self.progress_file = open(self.progress_path, "a")  # noqa: SIM115
-                if self.progress_file.tell() == 0:
-                    self.progress_file.write("\t".join(self.headers) + "\n")
-            values = [self.row[key] for key in self.headers]
-            self.progress_file.write("\t".join(map(str, values)) + "\n")
-            self.progress_file.flush()
+            with open(self.progress_path, "a") as f:
+                if f.tell() == 0:
+                    f.write("\t".join(self.headers) + "\n")
+                f.write("\t".join(str(self.row[key]) for key in self.headers) + "\n")
+                f.flush()
+                os.fsync(f.fileno())  # a checkpoint never knows more rows than there are
             self._write_events()
         self.epoch += 1
         self.row, self.last_row = {}, self.row
 
     def time(self):
         """Seconds that the run has taken, those before it was resumed included."""
-        return self.elapsed + time.time() - self.start_time
+        return time.time() - self.start_time
 
     def _write_events(self):
         """The row as TensorBoard scalars, over environment steps."""
+        (old_step, old_time), now = self.charted, time.time()
         step = int(self.row.get("TotalEnvInteracts", self.epoch))
         scalars = {_tag(k): v for k, v in self.row.items() if isinstance(v, int | float)}
-        if self._last_charted:
-            old_step, old_time = self._last_charted
-            scalars["charts/SPS"] = (step - old_step) / max(self.time() - old_time, 1e-9)
-        self._last_charted = step, self.time()
-        if self.events is None:
-            self._open_events()
+        scalars["charts/SPS"] = (step - old_step) / max(now - old_time, 1e-9)
+        self.charted = step, now
         values = [Summary.Value(tag=tag, simple_value=v) for tag, v in scalars.items()]
         self._add_event(step=step, summary=Summary(value=values))
 
-    def _open_events(self):
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
-        self.events = RecordWriter(open(self.output_dir / name, "ab"))  # noqa: SIM115
-        self._add_event(file_version="brain.Event:2")
-
     def _add_event(self, **event):
+        if self.events is None:
+            name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+            self.events = RecordWriter(open(self.output_dir / name, "ab"))  # noqa: SIM115
+            self._add_event(file_version="brain.Event:2")
         self.events.write(Event(wall_time=time.time(), **event).SerializeToString())
         self.events.flush()
 
@@ -301,15 +315,12 @@ class Logger:
         """
         check_finite(f"epoch {self.epoch - 1}", parameter=state)
         if proc_id() == 0:
-            if self.progress_file:  # a checkpoint never knows more rows than there are
-                os.fsync(self.progress_file.fileno())
             self._save_policy({**policy, "epoch": self.epoch})
         if state is not None:
             saved = {"script": state, "headers": self.headers, "time": self.time()}
             self.checkpointer.save(self.epoch, {**saved, "best": self.best}, buffer)
-        if proc_id() == 0:
-            self.write_status("running")
-        barrier()  # so that a rank that fails right after this has the last word in status.json
+        # The ranks wait for it: one that fails right after this has the last word in status.json.
+        on_rank_0(self.write_status, "running")
 
     def _save_policy(self, policy):
         """Write policy.npz; its snapshots too, at the saves that an undisturbed run makes."""
@@ -323,9 +334,8 @@ class Logger:
                 self.best = returns
                 names.append("policy_best.npz")
         for name in names:
-            write_atomically(
-                self.output_dir / name, lambda f: np.savez(f, allow_pickle=False, **policy)
-            )
+            path = self.output_dir / name
+            write_atomically(path, lambda f: np.savez(f, allow_pickle=False, **policy))
 
     def load_state(self, buffer=None):
         """Go back to the newest checkpoint, if the run is resumed and has one.
@@ -343,92 +353,26 @@ class Logger:
             return None
         epoch, saved = self.checkpointer.load(buffer)
         step = on_rank_0(run_dir.cut_progress, self.progress_path, epoch)
-        if proc_id() == 0 and any(self.output_dir.glob("events.out.tfevents.*")):
-            self._open_events()  # what an earlier process wrote from the next step on is void
+        if proc_id() == 0:  # what an earlier process wrote for TensorBoard from here on is void
             self._add_event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
-        self.epoch = epoch
+        self.epoch, self.charted = epoch, (step, time.time())
         if saved is None:
             self.log("Nothing to resume: starting from the beginning", "yellow")
             return None
-        self.headers, self.elapsed, self.best = saved["headers"], saved["time"], saved["best"]
+        self.headers, self.best = saved["headers"], saved["best"]
+        self.start_time -= saved["time"]
         self.log(f"Resuming after epoch {epoch}", "yellow")
         return saved["script"]
 
 
-class EpochLogger(Logger):
-    """A logger that gathers numbers through an epoch and logs their statistics over all ranks."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.stored = {}
-        self._warned = False
-
-    def store(self, **values):
-        """Add numbers or arrays of numbers to this epoch's lists, one by key."""
-        for key, value in values.items():
-            self.stored.setdefault(key, []).append(value)
-
-    def log_tabular(self, key, val=None, with_min_and_max=False, average_only=False):
-        """Set a column to a value, or columns to the statistics of what was stored under `key`.
-
-        Args:
-            val: the value; if None, statistics are logged: `Average<key>` and `Std<key>`, with
-                `with_min_and_max` also `Max<key>` and `Min<key>`, with `average_only` just the
-                mean, under `key` itself. NaN where no rank stored anything.
-
-        Raises:
-            FloatingPointError: on all ranks, if a loss or a return is NaN or infinite on any.
-        """
-        if val is not None:
-            super().log_tabular(key, val)
-            return
-        numbers = self.stacked(key)
-        if "Loss" in key or "EpRet" in key:
-            check_finite(f"epoch {self.epoch}", **{key: numbers})
-        if key == "EpRet":
-            self._warn_if_no_episode_ended(numbers)
-        mean, std, low, high = mpi_statistics_scalar(numbers, with_min_and_max=True)
-        super().log_tabular(key if average_only else f"Average{key}", mean)
-        if not average_only:
-            super().log_tabular(f"Std{key}", std)
-        if with_min_and_max:
-            super().log_tabular(f"Max{key}", high)
-            super().log_tabular(f"Min{key}", low)
-        self.stored[key] = []
-
-    def _warn_if_no_episode_ended(self, returns):
-        if mpi_sum(len(returns)) == 0 and not self._warned:
-            self._warned = True
-            text = (
-                f"WARNING: no episode ended in epoch {self.epoch}, so EpRet is nan; CutEpRet is "
-                "the return of the episodes that the end of the epoch cut. Raise "
-                "--steps-per-epoch, which the ranks share, lower --max-ep-len, or use fewer ranks"
-            )
-            self.log(text, "yellow")
-
-    def get_stats(self, key):
-        """(mean, std) over all ranks of what was stored under `key` in this epoch."""
-        return mpi_statistics_scalar(self.stacked(key))
-
-    def stacked(self, key):
-        """This rank's numbers under `key` in this epoch, an array [N]."""
-        return np.concatenate([np.zeros(0), *map(np.ravel, self.stored.get(key, []))])
-
-
 def _tag(column):
     """TensorBoard's name of a column: charts/, losses/ or eval/ and the name."""
-    if column in TAGS:
-        return TAGS[column]
-    if "Test" in column:
-        return f"eval/{column}"
-    losses = ("Loss", "DeltaLoss", "KL", "Entropy", "ClipFrac", "StopIter", "Alpha")
-    return f"{'losses' if column.startswith(losses) else 'charts'}/{column}"
+    group = "losses" if column.startswith(LOSSES) else "charts"
+    return TAGS.get(column, f"{'eval' if 'Test' in column else group}/{column}")
 
 
 def _table(row):
     """A row as two aligned columns in a frame."""
     cells = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()}
-    left, right = (max(map(len, column)) for column in (cells, cells.values()))
-    rule = "-" * (left + right + 7)
-    lines = [f"| {k:>{left}} | {v:>{right}} |" for k, v in cells.items()]
-    return "\n".join([rule, *lines, rule])
+    lines = [f"| {k:>20} | {v:>12} |" for k, v in cells.items()]
+    return "\n".join(["-" * 39, *lines, "-" * 39])

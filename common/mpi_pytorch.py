@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
 from common import UsageError
 from common.cpu import keep_freed_memory, switch_mkl
 from common.mpi_tools import (
-    allreduce,
+    average,
     barrier,
     broadcast,
     check_finite,
@@ -65,8 +66,7 @@ def mpi_compile(function, **options):
 
     The function itself is returned, with a warning, where inductor cannot compile: it needs a C++
     compiler, and a path to its own headers without spaces, which it does not quote. All ranks must
-    make their first call at the same point of the run, and their first call with other values of
-    its boolean arguments, which are compiled for on their own.
+    make their first call at the same point of the run.
     """
     found = any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "c++", "clang++"))
     if not found or " " in torch.__file__:
@@ -75,20 +75,20 @@ def mpi_compile(function, **options):
             warnings.warn(f"not compiled, and slower: {why}", stacklevel=2)
         return function
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad may stand in the function
-    compiled, called = torch.compile(function, fullgraph=True, **options), set()
+    compiled, called = torch.compile(function, fullgraph=True, **options), False
 
     def call(*args):
-        variant = tuple(x for x in args if isinstance(x, bool))
-        if variant in called:
-            return compiled(*args)
+        nonlocal called
         global _others_wait
-        if proc_id() == 0 and not called:
+        if called:
+            return compiled(*args)
+        called = True
+        if proc_id() == 0:
             with contextlib.suppress(OSError):  # where nobody reads any more
                 tqdm.write("Compiling (about half a minute the first time) ...", file=sys.stdout)
-        called.add(variant)
-        if proc_id() > 0:
+            _others_wait = True
+        else:
             barrier()
-        _others_wait = proc_id() == 0
         result = compiled(*args)
         _let_others_compile()
         return result
@@ -96,19 +96,11 @@ def mpi_compile(function, **options):
     return call
 
 
-def _average(x):
-    x_numpy = x.detach().cpu().numpy()
-    total = np.empty_like(x_numpy)
-    allreduce(x_numpy, total)
-    total /= num_procs()
-    return torch.from_numpy(total).to(x.device)
-
-
 @torch.library.custom_op("common::mpi_avg", mutates_args=())
 def mpi_avg_tensor(x: torch.Tensor) -> torch.Tensor:
     """Average a tensor over all ranks: an operator of its own, so a compiled graph can hold it."""
     _let_others_compile()  # in a graph's first call: it is compiled by now, and needs them all
-    return _average(x)
+    return torch.from_numpy(average(to_arrays(x))).to(x.device)
 
 
 @mpi_avg_tensor.register_fake
@@ -207,26 +199,11 @@ def state_dicts(stateful):
 def load_state_dicts(stateful, state):
     """Go back to what `state_dicts` returned; nothing happens if `state` is None."""
     for name, part in stateful.items() if state else ():
-        part.load_state_dict(to_tensors(state[name]))
+        to_tensor = lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x  # noqa: E731
+        part.load_state_dict(tree_map(to_tensor, state[name]))
 
 
 def to_arrays(tree):
     """A copy of nested dicts and lists (a state_dict) with NumPy arrays in place of tensors."""
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().cpu().numpy().copy()
-    if isinstance(tree, dict):
-        return {k: to_arrays(v) for k, v in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [to_arrays(v) for v in tree]
-    return tree
-
-
-def to_tensors(tree):
-    """The inverse of `to_arrays`: NumPy arrays become tensors on the CPU."""
-    if isinstance(tree, np.ndarray):
-        return torch.from_numpy(tree)
-    if isinstance(tree, dict):
-        return {k: to_tensors(v) for k, v in tree.items()}
-    if isinstance(tree, list):
-        return [to_tensors(v) for v in tree]
-    return tree
+    to_array = lambda x: x.detach().cpu().numpy().copy() if isinstance(x, torch.Tensor) else x  # noqa: E731
+    return tree_map(to_array, tree)

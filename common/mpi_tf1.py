@@ -6,38 +6,25 @@ import it before `tensorflow.compat.v1`.
 
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
-from common.mpi_tools import (
-    allreduce,
-    broadcast,
-    check_finite,
-    num_procs,
-    proc_id,
-    threads_per_rank,
-)
+from common.mpi_tools import average, broadcast, check_finite, num_procs, proc_id, threads_per_rank
 
 
 def _load_tensorflow():
     """Import TensorFlow, whose libraries write to stderr as they load, whatever one sets."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # its exceptions say what matters
-    with tempfile.TemporaryFile() as messages:
-        sys.stderr.flush()
-        stderr = os.dup(2)
-        os.dup2(messages.fileno(), 2)
-        try:
-            import tensorflow.compat.v1 as tf
-        except BaseException:
-            messages.seek(0)
-            os.write(stderr, messages.read())  # they may say why
-            raise
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
+    stderr = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        import tensorflow.compat.v1 as tf
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
     tf.logging.set_verbosity(tf.logging.ERROR)
     tf.disable_eager_execution()
     return tf
@@ -81,29 +68,17 @@ def assign_params_from_flat(x, params):
     )
 
 
-def sync_params(params):
-    """An op that gives every rank rank 0's values of these variables."""
-    if num_procs() == 1:
-        return tf.no_op()
-    synced = tf.numpy_function(broadcast, [flat_concat(params)], tf.float32)
-    return assign_params_from_flat(tf.reshape(synced, [-1]), params)
-
-
 def sync_all_params():
     """An op that gives every rank rank 0's values of all float32 variables."""
-    return sync_params([p for p in tf.global_variables() if p.dtype.base_dtype == tf.float32])
+    params = [p for p in tf.global_variables() if p.dtype.base_dtype == tf.float32]
+    synced = tf.numpy_function(broadcast, [flat_concat(params)], tf.float32)
+    return assign_params_from_flat(tf.reshape(synced, [-1]), params)
 
 
 def mpi_avg_tensor(x):
     """Average a float32 tensor of known shape over all ranks, with one message."""
     if num_procs() == 1:
         return x
-
-    def average(x):
-        total = np.empty_like(x)
-        allreduce(x, total)
-        return total / np.float32(num_procs())
-
     return tf.ensure_shape(tf.numpy_function(average, [x], tf.float32), x.shape)
 
 
@@ -186,22 +161,16 @@ def save_model(sess, inputs, outputs, output_dir):
     check_finite("the networks", parameter=sess.run(tf.trainable_variables()))
     if proc_id() > 0:
         return
-    path, temporary = Path(output_dir, "tf1_save"), Path(output_dir, ".tf1_save.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     if not tf.get_collection("saver"):  # made once: each new one would add its ops to the graph
         tf.add_to_collection("saver", tf.train.Saver())
     signature = tf.saved_model.predict_signature_def(inputs, outputs)
-    builder = tf.saved_model.Builder(str(temporary))
-    try:
-        builder.add_meta_graph_and_variables(
-            sess,
-            [tf.saved_model.SERVING],
-            signature_def_map={tf.saved_model.DEFAULT_SERVING_SIGNATURE_DEF_KEY: signature},
-            saver=tf.get_collection("saver")[0],
-        )
+    signatures = {tf.saved_model.DEFAULT_SERVING_SIGNATURE_DEF_KEY: signature}
+    (saver,), tags = tf.get_collection("saver"), [tf.saved_model.SERVING]
+    # The directory of a save that fails is deleted, and leaves room to say so on a full disk.
+    with tempfile.TemporaryDirectory(".tmp", ".", output_dir) as temporary:
+        builder = tf.saved_model.Builder(f"{temporary}/tf1_save")
+        builder.add_meta_graph_and_variables(sess, tags, signatures, saver=saver)
         builder.save()
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)  # the disk is full: leave room to say so
-        raise
-    shutil.rmtree(path, ignore_errors=True)
-    os.rename(temporary, path)
+        path = Path(output_dir, "tf1_save")
+        shutil.rmtree(path, ignore_errors=True)
+        os.rename(f"{temporary}/tf1_save", path)

@@ -8,6 +8,7 @@ sums lose counts above 2**24. MPI starts at the first call that needs it, never 
 
 import contextlib
 import functools
+import math
 import os
 import shutil
 import sys
@@ -64,20 +65,18 @@ def make_rng(seed, use, *key):
     )
 
 
-def allreduce(x, out, op="SUM"):
-    """Reduce array `x` over all ranks into `out`: same shape, same dtype; `op` SUM, MIN or MAX."""
-    if num_procs() == 1:
-        np.copyto(out, x)
-    else:
-        _mpi().COMM_WORLD.Allreduce(x, out, op=getattr(_mpi(), op))
+def allreduce(x, op="SUM"):
+    """Reduce array `x` over all ranks, elementwise, in its own dtype; `op` is SUM, MIN or MAX."""
+    out = np.array(x)
+    if num_procs() > 1:
+        _mpi().COMM_WORLD.Allreduce(_mpi().IN_PLACE, out, op=getattr(_mpi(), op))
+    return out
 
 
 def mpi_op(x, op):
     """Reduce a number or array over all ranks in float64: a float for a number, else an array."""
-    x = np.asarray(x, dtype=np.float64)
-    out = np.empty_like(x)
-    allreduce(np.ascontiguousarray(x), out, op)
-    return out if x.ndim else float(out)
+    x = np.array(x, dtype=np.float64, order="C")
+    return allreduce(x, op) if x.ndim else float(allreduce(x, op))
 
 
 def mpi_sum(x):
@@ -90,9 +89,14 @@ def mpi_avg(x):
     return mpi_sum(x) / num_procs()
 
 
-def broadcast(x, root=0):
-    """Rank `root`'s value of `x` (any small Python object or array), on every rank."""
-    return x if num_procs() == 1 else _mpi().COMM_WORLD.bcast(x, root=root)
+def average(x):
+    """Mean of array `x` over all ranks, elementwise, in its own dtype."""
+    return allreduce(x) / x.dtype.type(num_procs())
+
+
+def broadcast(x):
+    """Rank 0's value of `x` (any small Python object or array), on every rank."""
+    return x if num_procs() == 1 else _mpi().COMM_WORLD.bcast(x)
 
 
 def allgather(x):
@@ -101,7 +105,7 @@ def allgather(x):
 
 
 def on_rank_0(call, *args):
-    """Call a function on rank 0 alone, and return what it returns; None on the other ranks.
+    """Call a function on rank 0 alone, and return on all ranks what it returns there.
 
     Raises:
         UsageError: on all ranks, if the function raised it.
@@ -112,26 +116,21 @@ def on_rank_0(call, *args):
             result = call(*args)
         except UsageError as e:
             error = e
-    if error := broadcast(error):
+    result, error = broadcast((result, error))
+    if error:
         raise error
     return result
 
 
-def barrier(timeout=None):
-    """Wait for all ranks. With a `timeout` in seconds, give up after it.
-
-    Returns True if all arrived.
-    """
+def barrier(timeout=math.inf):
+    """Wait for all ranks, for `timeout` seconds at most. Returns whether all arrived."""
     if num_procs() == 1:
-        return True
-    if timeout is None:
-        _mpi().COMM_WORLD.Barrier()
         return True
     request, deadline = _mpi().COMM_WORLD.Ibarrier(), time.monotonic() + timeout
     while not request.Test():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(0.001)
     return True
 
 
@@ -256,8 +255,7 @@ def find_mpirun():
     Returns:
         its path, or None.
     """
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    return shutil.which("mpirun", path=path)
+    return shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
 
 
 def mpi_fork(n):
@@ -276,19 +274,14 @@ def mpi_fork(n):
     under_mpirun = forked or any(v in os.environ for v in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"))
     if n == "auto":
         n = int(forked or 0) or (num_procs() if under_mpirun else cores())
-    if n == 1:
+    if n == 1 or (under_mpirun and n == num_procs()):
         return
     if under_mpirun:
-        if num_procs() != n:
-            raise UsageError(
-                f"--num-cpu {n}, but MPI counts {num_procs()} ranks: leave the flag out under "
-                "mpirun; without mpirun, mpi4py and the mpirun on PATH are of different MPIs"
-            )
-        return
+        why = "leave the flag out; if you did not call mpirun, it is not of mpi4py's MPI"
+        raise UsageError(f"--num-cpu {n}, but MPI counts {num_procs()} ranks under mpirun: {why}")
     mpirun = find_mpirun()
     if mpirun is None:
         raise UsageError(f"--num-cpu {n} needs mpirun, and there is none on PATH")
     sys.stdout.flush()
-    sys.stderr.flush()
     command = [mpirun, "-np", str(n), sys.executable, *sys.orig_argv[1:]]
     os.execve(mpirun, command, {**os.environ, FORK_MARKER: str(n)})

@@ -3,6 +3,7 @@
 Functions that read or write are called on rank 0.
 """
 
+import contextlib
 import fcntl
 import importlib.metadata
 import json
@@ -15,6 +16,8 @@ import sys
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
+
 from common import UsageError, cpu
 from common.mpi_tools import broadcast, num_procs
 from common.serialization import check_inside, printable, read_json, write_atomically, write_json
@@ -22,6 +25,7 @@ from common.serialization import check_inside, printable, read_json, write_atomi
 # What a run leaves in its directory; --overwrite deletes these and nothing else.
 RUN_DIRS = ["torch_save", "tf1_save", "checkpoint"]
 RUN_FILES = ["config.json", "progress.txt", "status.json", "policy*.npz", "events.out.tfevents.*"]
+HALF_WRITTEN = [".*.tmp", "torch_save/.*.tmp"]  # by a process that was killed
 MAX_NAME = 200  # bytes of an experiment's name; a date and a seed are added to it
 STATUSES = ("running", "finished", "interrupted", "failed")
 # Flags that may change when a run is resumed: they do not touch its numbers.
@@ -30,7 +34,7 @@ FREE_TO_CHANGE |= {"datestamp", "num_cpu"}
 
 
 def setup_logger_kwargs(exp_name, seed=None, data_dir="data", datestamp=False):
-    """Arguments of a `Logger` whose directory follows Spinning Up's convention.
+    """Arguments of an `EpochLogger` whose directory follows Spinning Up's convention.
 
     Returns:
         dict(output_dir, exp_name), where output_dir is `<data_dir>/<exp_name>`, and below it
@@ -40,10 +44,10 @@ def setup_logger_kwargs(exp_name, seed=None, data_dir="data", datestamp=False):
     Raises:
         UsageError: the name cannot be that of a directory, or a link leads out of `data_dir`.
     """
-    if exp_name in ("", ".", "..") or exp_name != Path(exp_name).name or not exp_name.isprintable():
-        raise UsageError(f"--exp-name must be a plain name, not {printable(ascii(exp_name))}")
-    if len(exp_name.encode()) > MAX_NAME:
-        raise UsageError(f"--exp-name must have at most {MAX_NAME} bytes: {printable(exp_name)}")
+    plain = exp_name not in ("", ".", "..") and "/" not in exp_name and exp_name.isprintable()
+    if not plain or len(exp_name.encode()) > MAX_NAME:
+        text = f"--exp-name must be a plain name of at most {MAX_NAME} bytes"
+        raise UsageError(f"{text}, not {printable(ascii(exp_name))}")
     # A sweep sets the time, since it has to know the directories of its runs.
     now = os.environ.get("SWEEP_DATESTAMP") or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     now = broadcast(now)
@@ -54,6 +58,11 @@ def setup_logger_kwargs(exp_name, seed=None, data_dir="data", datestamp=False):
     return {"output_dir": str(path), "exp_name": exp_name}
 
 
+def find(directory, patterns):
+    """Paths in a directory that match any of some patterns."""
+    return [path for pattern in patterns for path in directory.glob(pattern)]
+
+
 def claim(directory, resume, overwrite):
     """Make a run directory and lock it for this process.
 
@@ -61,57 +70,36 @@ def claim(directory, resume, overwrite):
         the open lock file. The kernel drops the lock when it is closed or its holder dies.
 
     Raises:
-        UsageError: see `Logger`. Nothing was changed then.
+        UsageError: see `EpochLogger`. Nothing was changed then.
     """
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
-    made = []
     try:
-        made = [path for path in (directory, *directory.parents) if not path.exists()]
         directory.mkdir(parents=True, exist_ok=True)
-        for pattern in (*RUN_FILES, *RUN_DIRS, ".lock", "checkpoint/journal"):
-            for path in directory.glob(pattern):
-                is_plain = path.is_dir() == ("." not in path.name) and not path.is_symlink()
-                if not is_plain:  # what is written to a link would land elsewhere
-                    raise ValueError(f"{path.name} is a symbolic link or of the wrong kind")
+        for path in find(directory, [*RUN_FILES, *RUN_DIRS, ".lock", "checkpoint/journal"]):
+            if path.is_symlink():  # what is written there would land elsewhere
+                raise ValueError(f"{path.name} is a symbolic link")
         lock = open(directory / ".lock", "a+b")  # noqa: SIM115 - held while we run
     except (OSError, ValueError) as e:
-        for path in made:  # leave no empty directories behind
-            if path.exists():
-                path.rmdir()
         reason = getattr(e, "strerror", None) or e
         raise UsageError(f"cannot write to {printable(directory)}: {reason}") from e
     error = None
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if holds_run(directory) and not (resume or overwrite):
+        if find(directory, RUN_FILES + RUN_DIRS) and not (resume or overwrite):
             error = f"{directory} holds a run: --resume continues it, --overwrite replaces it"
     except OSError:
         lock.seek(0)
-        holder = printable(lock.read(200).decode("utf-8", "replace"))
-        error = f"{directory} is in use by {holder or 'a process'}"
+        error = f"{directory} is in use by {printable(lock.read(200).decode('utf-8', 'replace'))}"
     if error:
         lock.close()
         raise UsageError(error)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     lock.flush()
-    half_written = [".*.tmp", "torch_save/.*.tmp"]  # by a process that was killed
-    for pattern in half_written + (RUN_FILES + RUN_DIRS if overwrite else []):
-        for path in directory.glob(pattern):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in find(directory, HALF_WRITTEN + (RUN_FILES + RUN_DIRS if overwrite else [])):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     return lock
-
-
-def holds_run(directory):
-    """Whether a run has left anything in its directory."""
-    patterns = [*RUN_FILES[:-1], *RUN_DIRS]
-    return any(path for pattern in patterns for path in directory.glob(pattern))
-
-
-def has_checkpoint(directory):
-    """Whether a run has left a checkpoint, damaged or not."""
-    return any(directory.glob("checkpoint/epoch_*"))
 
 
 def describe(args, exp_name, script):
@@ -120,6 +108,25 @@ def describe(args, exp_name, script):
     config |= {"versions": _versions(), "git_commit": _git_commit()}
     config |= {"host": socket.gethostname(), "command": sys.argv}
     return config | {"start_time": datetime.now().astimezone().isoformat(timespec="seconds")}
+
+
+def _versions():
+    """Versions of what the numbers of a run depend on."""
+    versions = {"python": platform.python_version(), "cpu": cpu.cpu_name()}
+    for name in ("torch", "tensorflow", "gymnasium", "mujoco", "numpy", "mpi4py"):
+        if name in sys.modules:
+            versions[name] = importlib.metadata.version(name)
+    if mpi := sys.modules.get("mpi4py.MPI"):
+        versions["MPI"] = " ".join(mpi.Get_library_version().split("\n")[0].split())[:60]
+    return versions | ({"mkl": cpu.mkl} if cpu.mkl else {})
+
+
+def _git_commit():
+    """The commit of the project's checkout, with a + if files were changed; None outside git."""
+    words = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40"]
+    words += ["--exclude=*", "--dirty=+"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def check_resume(directory, config, fixed):
@@ -134,33 +141,30 @@ def check_resume(directory, config, fixed):
     Raises:
         UsageError: the run cannot be continued with this config, or its files are damaged.
     """
-    started = has_checkpoint(directory) or (directory / "progress.txt").exists()
+    has_checkpoint = bool(find(directory, ["checkpoint/epoch_*"]))
+    started = has_checkpoint or (directory / "progress.txt").exists()
+    old, status, warnings = config, {"status": "running", "epoch": 0}, []
     try:
         old = read_json(directory / "config.json")
         if not isinstance(old.get("versions"), dict):
             raise ValueError(f"{directory / 'config.json'} is damaged: it has no versions")
-    except FileNotFoundError:  # the run was stopped before it wrote one
-        old = config
-        if started:
-            raise UsageError(f"cannot resume: {directory / 'config.json'} is missing") from None
-    except ValueError as e:
-        raise UsageError(f"cannot resume: {printable(e)}") from e
+    except (OSError, ValueError) as e:
+        if started or isinstance(e, ValueError):  # else the run was stopped before it wrote one
+            raise UsageError(f"cannot resume: {printable(e)}") from e
     changed = sorted(key for key in fixed if old.get(key) != config.get(key))
     if changed:
         text = [f"{k} was {printable(old.get(k))}, is {config.get(k)}" for k in changed]
         raise UsageError(f"cannot resume {directory}: {', '.join(text)}")
-    status, warnings = {"status": "running", "epoch": 0}, []
     try:
         status = read_status(directory)
     except (OSError, ValueError) as e:
         # A checkpoint knows where the run stands. Without one, the run may be finished: then its
         # table must not be started anew.
-        if started and not has_checkpoint(directory):
+        if started and not has_checkpoint:
             raise UsageError(f"cannot resume: {printable(e)}, and there is no checkpoint") from e
-        if started:
-            warnings.append(f"{printable(e)}; going by the checkpoints")
+        warnings += [f"{printable(e)}; going by the checkpoints"] if started else []
     finished = status["status"] == "finished" and config.get("epochs", 0) <= status["epoch"]
-    if status["status"] == "finished" and not finished and not has_checkpoint(directory):
+    if status["status"] == "finished" and not finished and not has_checkpoint:
         text = "it is finished, and its checkpoints, replay buffer and all, are deleted"
         raise UsageError(f"cannot extend {directory}: {text}")
     for name, now in sorted(config["versions"].items()):
@@ -172,10 +176,7 @@ def check_resume(directory, config, fixed):
 def read_status(directory):
     """status.json of a run. Raises FileNotFoundError, or ValueError if it is damaged."""
     path = directory / "status.json"
-    try:
-        status = read_json(path)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path} is missing") from None
+    status = read_json(path)
     if status.get("status") not in STATUSES or type(status.get("epoch")) is not int:
         raise ValueError(f"{path} is damaged: it has no status or no epoch")
     return status
@@ -184,15 +185,10 @@ def read_status(directory):
 def write_status(directory, status, epoch, epochs, error=None):
     """Write status.json: running, finished, interrupted or failed, after `epoch` of `epochs`."""
     state = {"status": status, "epoch": epoch, "epochs": epochs, "error": error}
-    path = directory / "status.json"
     try:
-        write_json(path, state)
+        write_json(directory / "status.json", state)
     except OSError:  # without room for a new file, write over the old one
-        if not path.exists():
-            raise
-        with open(path, "r+") as f:
-            f.write(json.dumps(state))
-            f.truncate()
+        (directory / "status.json").write_text(json.dumps(state))
 
 
 def cut_progress(path, epoch):
@@ -204,46 +200,17 @@ def cut_progress(path, epoch):
     Raises:
         UsageError: the file is damaged, or has fewer than `epoch` rows.
     """
-    if not path.exists():
-        if epoch:
-            raise UsageError(f"{path} is missing")
+    if epoch == 0:
+        path.unlink(missing_ok=True)
         return 0
-    kept, step = [], 0
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith(b"\n")]
-        if len(whole) < epoch + 1:
-            raise ValueError(f"it has fewer rows than the checkpoint of epoch {epoch}")
-        if epoch:
-            kept = whole[: epoch + 1]
-            header, *rows = (line.decode().rstrip("\n").split("\t") for line in kept)
-            table = [dict(zip(header, map(float, row), strict=True)) for row in rows]
-            step = int(table[-1].get("TotalEnvInteracts", epoch))
-    except (OSError, ValueError, OverflowError) as e:
+        lines = path.read_bytes().splitlines(keepends=True)[: epoch + 1]
+        header, *rows = [x.decode()[:-1].split("\t") for x in lines if x.endswith(b"\n")]
+        table = np.array(rows, dtype=float)
+        if table.shape != (epoch, len(header)):
+            raise ValueError(f"it does not have the rows of {epoch} epochs")
+        step = int(dict(zip(header, table[-1], strict=True)).get("TotalEnvInteracts", epoch))
+    except (OSError, ValueError, LookupError, OverflowError) as e:
         raise UsageError(f"{path} is damaged: {printable(e)}") from e
-    write_atomically(path, lambda f: f.writelines(kept))
+    write_atomically(path, lambda f: f.writelines(lines))
     return step
-
-
-def _versions():
-    """Versions of what the numbers of a run depend on."""
-    versions = {"python": platform.python_version(), "cpu": cpu.cpu_name()}
-    for name in ("torch", "tensorflow", "gymnasium", "mujoco", "numpy", "mpi4py"):
-        if name in sys.modules:
-            versions[name] = importlib.metadata.version(name)
-    if "mpi4py.MPI" in sys.modules:
-        library = sys.modules["mpi4py.MPI"].Get_library_version()
-        versions["MPI"] = " ".join(library.split("\n")[0].split())[:60]
-    return versions | ({"mkl": cpu.mkl} if cpu.mkl else {})
-
-
-def _git_commit():
-    """The commit of the project's checkout, with a + if files were changed; None outside git."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    try:
-        run = {"capture_output": True, "text": True, "timeout": 5, "check": True}
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], **run).stdout.strip()
-        status = [*git, "status", "--porcelain", "--untracked-files=no"]
-        return commit + ("+" if subprocess.run(status, **run).stdout else "")
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -1,51 +1,22 @@
 """Checkpoints: what is saved comes back, damage is noticed, nothing is ever unpickled."""
 
-import pickle
-
 import numpy as np
 import pytest
 from conftest import mpi
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as npst
 
 from common.checkpoint import Checkpointer, CheckpointError, tree_from_bytes, tree_to_bytes
 
 STATE = {"ac": {"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, "t": 3, "groups": [{0: 0.5}]}
+TREE = [
+    *([], {}, None, True, -7, 10**30, 0.1, "", "é", {"array": 1}, {"dict": {0: [None]}}, [[], [1]]),
+    *(np.float32([[1, np.nan]]), np.zeros((2, 0), bool), np.array(3), np.array("text")),
+]
 
 
-def assert_same(a, b):
-    """Two trees are equal, dtypes included; tuples come back as lists."""
-    if isinstance(a, dict):
-        assert list(a) == list(b)
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            assert_same(x, y)
-    elif isinstance(a, np.ndarray):
-        assert a.dtype == b.dtype and a.shape == b.shape
-        np.testing.assert_array_equal(a, b)
-    else:
-        assert type(a) is type(b) and a == b
-
-
-ARRAYS = npst.arrays(
-    st.sampled_from([np.float32, np.int64, np.bool_]), npst.array_shapes(min_dims=0, min_side=0)
-)
-LEAVES = ARRAYS | st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-TREES = st.recursive(
-    LEAVES,
-    lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text() | st.integers(), x, max_size=4),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=60, deadline=None)
-@given(TREES)
-def test_trees_round_trip(tree):
-    assert_same(tree, tree_from_bytes(tree_to_bytes(tree)))
+def test_trees_round_trip():
+    """Types and dtypes included."""
+    for tree in (TREE, {"all": TREE, 1: STATE}):
+        assert repr(tree_from_bytes(tree_to_bytes(tree))) == repr(tree)
 
 
 def test_nothing_saved(tmp_path):
@@ -59,45 +30,38 @@ def test_two_are_kept_and_the_newest_comes_back(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("epoch_*")) == ["epoch_000002", "epoch_000003"]
     epoch, state = Checkpointer(tmp_path).load()
     assert epoch == 3
-    assert_same({**STATE, "t": 3}, state)
+    assert repr(state) == repr({**STATE, "t": 3})
 
 
-def damage_bytes(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+def flip_a_bit(data):
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
 DAMAGES = {
-    "bit flipped": damage_bytes,
-    "truncated": lambda path: path.write_bytes(path.read_bytes()[:-7]),
-    "empty": lambda path: path.write_bytes(b""),
-    "missing": lambda path: path.unlink(),
-    "pickle": lambda path: path.write_bytes(pickle.dumps(Boom())),
+    "bit flipped": lambda data, planted: flip_a_bit(data),
+    "truncated": lambda data, planted: data[:-7],
+    "empty": lambda data, planted: b"",
+    "pickle": lambda data, planted: planted,
 }
 
 
-class Boom:
-    def __reduce__(self):
-        return (pytest.fail, ("a pickle was executed",))
-
-
-@pytest.mark.parametrize("file", ["rank_0.npz", "manifest.json"])
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_noticed(tmp_path, capsys, damage, file):
+def test_damage_is_noticed(tmp_path, capsys, planted, damage):
+    """The checkpoint before is used, loudly; without one the run is refused."""
     saver = Checkpointer(tmp_path)
-    saver.save(1, {**STATE, "t": 1})
-    saver.save(2, {**STATE, "t": 2})
-    DAMAGES[damage](tmp_path / "epoch_000002" / file)
-    if file == "manifest.json" and damage == "bit flipped":  # any byte of JSON may still be JSON
-        (tmp_path / "epoch_000002" / file).write_text('{"epoch": 2, "ranks": 1, "files": {}}')
-    epoch, state = Checkpointer(tmp_path).load()
-    assert (epoch, state["t"]) == (1, 1)
-    assert "checkpoint epoch_000002 is damaged" in capsys.readouterr().err
-    DAMAGES[damage](tmp_path / "epoch_000001" / file)
-    if damage != "bit flipped" or file != "manifest.json":
-        with pytest.raises(CheckpointError, match="no usable checkpoint"):
-            Checkpointer(tmp_path).load()
+    for epoch in (1, 2):
+        saver.save(epoch, {**STATE, "t": epoch})
+    for epoch in (2, 1):
+        loaded_epoch, state = Checkpointer(tmp_path).load()
+        assert loaded_epoch == state["t"] == epoch
+        path = tmp_path / f"epoch_{epoch:06d}" / "rank_0.npz"
+        path.write_bytes(DAMAGES[damage](path.read_bytes(), planted))
+    capsys.readouterr()
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        Checkpointer(tmp_path).load()
+    said = capsys.readouterr().err
+    assert all(f"checkpoint epoch_00000{epoch} is damaged" in said for epoch in (1, 2))
 
 
 class Buffer:
@@ -154,7 +118,8 @@ def test_back_to_the_checkpoint_before(tmp_path):
     for epoch in range(1, 6):
         buffer.store(4)
         saver.save(epoch, STATE, buffer)
-    damage_bytes(tmp_path / "journal" / "rank_0_000005.npz")
+    part = tmp_path / "journal" / "rank_0_000005.npz"
+    part.write_bytes(flip_a_bit(part.read_bytes()))
     saver, buffer = Checkpointer(tmp_path), Buffer()
     assert saver.load(buffer)[0] == 4
     assert buffer.count == 16 and sorted(buffer.data[:, 0]) == list(range(6, 16))
@@ -164,7 +129,7 @@ def test_back_to_the_checkpoint_before(tmp_path):
     assert epoch == 5 and sorted(other.data[:, 0]) == list(range(10, 20))
 
 
-def test_several_ranks(tmp_path):
+def test_several_ranks(tmp_path, capsys):
     source = """
 import os
 import numpy as np
@@ -191,5 +156,6 @@ assert epoch == 1 and list(state["mine"]) == [proc_id(), 1]
 print("all well", flush=True)
 """
     assert mpi(tmp_path, source, 2, cwd=tmp_path).stdout.count("all well") == 2
-    with pytest.raises(CheckpointError, match="is of 2 ranks, and this run has 1"):
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
         Checkpointer(tmp_path / "saves").load()
+    assert "it is of 2 ranks, and this run has 1" in capsys.readouterr().err

@@ -3,12 +3,12 @@
 import dataclasses
 import io
 import math
-import pickle
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import Planted
 
 from common.serialization import convert_json, read_json, read_npz, write_atomically, write_json
 
@@ -19,21 +19,7 @@ class Config:
     sizes: tuple = (64, 64)
 
 
-class Plain:
-    def __init__(self):
-        self.x = np.float32(2)
-
-
-class Shy:
-    __slots__ = ()
-
-    def __repr__(self):
-        raise RuntimeError("no")
-
-
 def test_convert_json():
-    cyclic = {"a": 1}
-    cyclic["self"] = cyclic
     cases = [
         (np.int64(3), 3),
         (np.bool_(True), True),
@@ -42,18 +28,12 @@ def test_convert_json():
         (Config(), {"lr": 0.1, "sizes": [64, 64]}),
         (math.sqrt, "sqrt"),
         (Config, "Config"),
-        (Plain(), {"Plain": {"x": 2.0}}),
+        (1j, "1j"),
         (Path("a") / "b", "a/b"),
-        ({1: 2, (1, 2): 3, None: {4}}, {"1": 2, "(1, 2)": 3, "None": [4]}),
-        (cyclic, {"a": 1, "self": "..."}),
-        (Shy(), "<Shy>"),
-        (2**100, 2**100),
+        ({1: 2, 0.5: 3, None: {4}}, {"1": 2, "0.5": 3, "null": [4]}),
     ]
     for obj, expected in cases:
         assert convert_json(obj) == expected
-    assert "lambda" in convert_json(lambda x: x)
-    shared = [1]
-    assert convert_json([shared, shared]) == [[1], [1]]  # twice is not a cycle
 
 
 def test_write_json(tmp_path):
@@ -83,64 +63,40 @@ ARRAYS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "name": np.array("t
 def npz(save=np.savez, **arrays):
     file = io.BytesIO()
     save(file, **(arrays or ARRAYS))
-    return file
+    return file.getvalue()
+
+
+def member(data):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("w.npy", data)
+    return file.getvalue()
 
 
 def test_arrays_come_back(tmp_path):
     path = tmp_path / "a.npz"
-    path.write_bytes(npz().getvalue())
-    for loaded in (read_npz(path), read_npz(npz())):
+    path.write_bytes(npz())
+    for loaded in (read_npz(path), read_npz(io.BytesIO(npz()))):
         assert loaded.keys() == ARRAYS.keys() and str(loaded["name"]) == "tanh"
         np.testing.assert_array_equal(loaded["w"], ARRAYS["w"])
 
 
-class Planted:
-    def __reduce__(self):
-        return (pytest.fail, ("a pickle was executed",))
+SHORT = b"\x93NUMPY\1\0\x46\0{'descr': '<f4', 'fortran_order': False, 'shape': (9,), }     \n"
+REFUSED = {
+    "pickle in an array": lambda planted: npz(w=np.array([Planted()], dtype=object)),
+    "pickle": lambda planted: planted,
+    "pickle in an archive": member,
+    "text": lambda planted: member(b"no array"),
+    "compressed": lambda planted: npz(np.savez_compressed),
+    "cut": lambda planted: npz()[:-9],
+    "empty": lambda planted: b"",
+    # Another shape, with which NumPy reads a part of the array and misses the checksum.
+    "other shape": lambda planted: npz(w=np.zeros(9000)).replace(b"(9000,)", b"(1000,)"),
+    "short": lambda planted: member(SHORT),
+}
 
 
-def member(data, name="w.npy"):
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(name, data)
-    return file
-
-
-def reshaped(data):
-    """Another shape, with which NumPy would read a part of the array and miss the checksum."""
-    assert b"(9000,)" in data
-    return io.BytesIO(data.replace(b"(9000,)", b"(1000,)"))
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        npz(w=np.array([Planted()], dtype=object)),
-        io.BytesIO(pickle.dumps(Planted())),
-        member(pickle.dumps(Planted())),
-        member(b"no array"),
-        npz(np.savez_compressed, w=np.zeros(10**6)),
-        npz(np.savez_compressed),
-        io.BytesIO(npz().getvalue()[:-9]),
-        io.BytesIO(),
-        reshaped(npz(w=np.zeros(9000)).getvalue()),
-        member(
-            b"\x93NUMPY\1\0\x46\0{'descr': '<f4', 'fortran_order': False, 'shape': (9,), }     \n"
-        ),
-    ],
-    ids=[
-        "object",
-        "pickle",
-        "member",
-        "text",
-        "bomb",
-        "compressed",
-        "cut",
-        "empty",
-        "shape",
-        "short",
-    ],
-)
-def test_anything_else_is_refused(file):
+@pytest.mark.parametrize("kind", REFUSED)
+def test_anything_else_is_refused(planted, kind):
     with pytest.raises(ValueError, match=r"\w"):
-        read_npz(file)
+        read_npz(io.BytesIO(REFUSED[kind](planted)))
