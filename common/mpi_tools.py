@@ -192,7 +192,7 @@ class RunningMeanStd:
 
     def load_state_dict(self, state):
         """Go back to what `state_dict` returned."""
-        self.sums, self.mean, self.std = (np.array(state[key]) for key in ("sums", "mean", "std"))
+        self.sums, self.mean, self.std = map(np.asarray, (state["sums"], state["mean"], state["std"]))
 
 
 def rank_share(name, total):
