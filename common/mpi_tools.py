@@ -192,7 +192,8 @@ class RunningMeanStd:
 
     def load_state_dict(self, state):
         """Go back to what `state_dict` returned."""
-        self.sums, self.mean, self.std = map(np.asarray, (state["sums"], state["mean"], state["std"]))
+        for key in ("sums", "mean", "std"):
+            setattr(self, key, np.asarray(state[key]))
 
 
 def rank_share(name, total):
