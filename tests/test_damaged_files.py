@@ -90,13 +90,14 @@ def resume(data_dir, **more):
 # Damage -------------------------------------------------------------------------------------------
 
 
-@st.composite
-def damaged(draw, data, others=()):
-    """Bytes made of `data` by up to three flips, cuts, insertions or zeros; or those of another."""
-    kinds = ["flip", "cut", "drop", "insert", "zero"]
-    data = bytearray(draw(st.sampled_from([data, data, *others])))
-    for kind in draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3)):
-        at, n = draw(st.integers(0, len(data))), draw(st.integers(1, 64))
+RANDOM = st.randoms(use_true_random=True)  # random.Random(seed), which a failure names
+
+
+def damaged(rng, data, others=()):
+    """Bytes made of `data` or of another file by up to three flips, cuts, insertions or zeros."""
+    data = bytearray(rng.choice([data, data, *others]))
+    for kind in rng.choices(["flip", "cut", "drop", "insert", "zero"], k=rng.randint(0, 3)):
+        at, n = rng.randint(0, len(data)), rng.randint(1, 64)
         if kind == "flip":
             data[at : at + 1] = bytes(x ^ 1 << n % 8 for x in data[at : at + 1])
         elif kind == "cut":
@@ -104,25 +105,26 @@ def damaged(draw, data, others=()):
         elif kind == "drop":
             del data[at : at + n]
         elif kind == "insert":
-            data[at:at] = draw(st.binary(max_size=16))
+            data[at:at] = rng.randbytes(n)
         else:
             data[at : at + n] = bytes(len(data[at : at + n]))
     return bytes(data)
 
 
 @examples(60)
-@given(st.data())
-def test_a_damaged_run_is_resumed_or_left_alone(run_on_disk, capsys, data):
+@given(RANDOM)
+def test_a_damaged_run_is_resumed_or_left_alone(run_on_disk, capsys, rng):
     """From what was saved, to the bit; or refused, its table and checkpoints as they were."""
     files = contents(run_on_disk)
     names = [name for name in files if re.search(r"json|progress|checkpoint", name)]
-    hurt = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=2))
+    hurt = rng.sample(names, rng.randint(1, 2))
     with tempfile.TemporaryDirectory() as directory:
         target = copy(run_on_disk, directory)
         for name in hurt:
-            (target / name).unlink(missing_ok=True)
-            if (new := data.draw(st.none() | damaged(files[name], files.values()))) is not None:
-                (target / name).write_bytes(new)
+            (target / name).unlink()
+            others = [files[other] for other in names if Path(other).suffix == Path(name).suffix]
+            if rng.random() < 0.9:
+                (target / name).write_bytes(damaged(rng, files[name], others))
         before = contents(target)
         try:
             state, epoch, buffer = resume(directory)
@@ -143,15 +145,14 @@ def test_a_damaged_run_is_resumed_or_left_alone(run_on_disk, capsys, data):
 
 
 @examples(15)
-@given(st.data())
-def test_a_damaged_run_keeps_no_other_from_being_plotted(run_on_disk, capsys, data):
+@given(RANDOM)
+def test_a_damaged_run_keeps_no_other_from_being_plotted(run_on_disk, capsys, rng):
     """Nor from being counted by grid.py's overview."""
     with tempfile.TemporaryDirectory() as directory:
         copy(run_on_disk, directory, "good")
         target = copy(run_on_disk, directory, "bad")
         for name in ("config.json", "status.json", "progress.txt"):
-            content = (target / name).read_bytes()
-            (target / name).write_bytes(data.draw(damaged(content) | st.binary(max_size=60)))
+            (target / name).write_bytes(damaged(rng, (target / name).read_bytes()))
         datasets = plot.get_datasets(directory)
         good = [d for d in datasets if d.attrs["run_dir"].endswith("good_s3")]
         assert len(good) == 1 and good[0]["AverageEpRet"].tolist() == [10.5, 21, 31.5]
@@ -166,12 +167,12 @@ def test_a_damaged_run_keeps_no_other_from_being_plotted(run_on_disk, capsys, da
 
 
 @examples(30)
-@given(st.data())
-def test_a_damaged_policy_is_the_one_saved_or_refused(run_on_disk, data):
+@given(RANDOM)
+def test_a_damaged_policy_is_the_one_saved_or_refused(run_on_disk, rng):
     path = run_on_disk / "policy.npz"
     with tempfile.TemporaryDirectory() as directory:
         other = Path(directory, "policy.npz")
-        other.write_bytes(data.draw(damaged(path.read_bytes()) | st.binary(max_size=200)))
+        other.write_bytes(damaged(rng, path.read_bytes()))
         try:
             np.testing.assert_equal(tp.read_policy(other), tp.read_policy(path))
         except UsageError as e:
@@ -213,7 +214,7 @@ PARAMS = st.sampled_from(["env_id", "seed", "gamma", "hidden_sizes", "alpha", "e
 def sweeps(draw):
     """A sweep with any keys and values, or a real one with damage."""
     if draw(st.booleans()):
-        return draw(damaged((ROOT / "sweeps" / "sac.toml").read_bytes()))
+        return damaged(draw(RANDOM), (ROOT / "sweeps" / "sac.toml").read_bytes())
     top = {"script": str(FAKE), **draw(st.dictionaries(TOP | WORDS, VALUES | WORDS, max_size=3))}
     top["params"] = draw(st.dictionaries(PARAMS | WORDS, VALUES | LONG, max_size=4))
     lines = (json.dumps({key: value}, separators=(", ", " = "))[1:-1] for key, value in top.items())
