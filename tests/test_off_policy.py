@@ -380,19 +380,16 @@ def test_testing_does_not_disturb_training(name, tmp_path):
 @pytest.mark.parametrize("name", OFF_POLICY)
 def test_bad_input(name, tmp_path, monkeypatch):
     """One clear line, and nothing written."""
-    m, data_dir = scripts[name], tmp_path / "data"
     cases = [({"env_id": "CartPole-v1"}, "has Discrete actions; supported: Box")]
     cases += [({"env_kwargs": {"high": np.inf}}, "has actions without bounds")]
+    cases += [({"batch_size": 100}, "--batch-size 100 is not a multiple of the 3 ranks")]
     if name.startswith("sac"):
         cases += [({"alpha": -1.0}, "--alpha"), ({"alpha": "automatic"}, "--alpha")]
-    for flags, message in cases:
-        flags = {"env_id": "Steps-v0", "data_dir": str(data_dir)} | flags
-        with pytest.raises(UsageError, match=message):
-            m.train(m.Args(**flags))
     monkeypatch.setattr(mpi_tools, "num_procs", lambda: 3)
-    with pytest.raises(UsageError, match="--batch-size 100 is not a multiple of the 3 ranks"):
-        m.train(m.Args(env_id="Steps-v0", data_dir=str(data_dir), steps_per_epoch=300))
-    assert not data_dir.exists()
+    for flags, message in cases:
+        with pytest.raises(UsageError, match=message):
+            record(name, tmp_path / "data", **({"steps_per_epoch": 300} | flags))
+    assert not (tmp_path / "data").exists()
 
 
 # Several ranks ------------------------------------------------------------------------------------

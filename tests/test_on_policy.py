@@ -21,7 +21,7 @@ from conftest import (
     slow,
 )
 
-from common.mpi_tf1 import MpiAdamOptimizer, load_variables, setup_tf1_for_mpi, tf
+from common.mpi_tf1 import tf
 
 SMALL = ["--env-id", "CartPole-v1", "--steps-per-epoch", 400, "--train-v-iters", 5]
 SPACES = {"box": gym.spaces.Box(-1, 1, (3,)), "discrete": gym.spaces.Discrete(4)}
@@ -341,24 +341,6 @@ assert sess.run(flat_concat([a, b])).tolist() == list(range(7))
 print("passed")
 """
     assert mpi(tmp_path, source, ranks).stdout.count("passed") == ranks
-
-
-def test_tf1_state_is_restored():
-    """load_variables puts back what sess.run returned, the optimizer's moments included."""
-    sess = setup_tf1_for_mpi()
-    x = tf.get_variable("x", initializer=np.float32([1, 2]))
-    optimizer = MpiAdamOptimizer(0.1)
-    step = optimizer.minimize(tf.reduce_sum(x**4), [x])
-    tree = {"net": {"x": x}, "optimizer": optimizer.variables}
-    sess.run(tf.global_variables_initializer())
-    sess.run(step)
-    saved = sess.run(tree)
-    path = []
-    for _ in range(2):
-        load_variables(sess, tree, saved)
-        path.append([sess.run((step, x))[1] for _ in range(4)] + [sess.run(x)])
-        assert not np.array_equal(sess.run(x), saved["net"]["x"])
-    assert np.array_equal(*path) and saved["optimizer"]["adam/step"] == 1
 
 
 def test_tf1_scripts_do_without_keras_and_eager_code():
