@@ -52,9 +52,9 @@ from common.mpi_pytorch import (
     to_arrays,
 )
 from common.mpi_tools import (
+    RunningMeanStd,
     make_rng,
     mpi_avg,
-    mpi_running_statistics,
     mpi_statistics_scalar,
     proc_id,
     rank_share,
@@ -226,9 +226,8 @@ def to_env(a, space):
 class GAEBuffer:
     """One epoch of this rank's experience, and once it is full, advantages and returns.
 
-    With `norm_obs` or `norm_rew`, `stats` holds statistics of all steps of all ranks and epochs:
-    `sums` [3, obs_dim + 1] float64, for `mpi_running_statistics` of observations and discounted
-    returns so far, and `obs_mean`, `obs_std` [obs_dim] float32. They change in `get` alone.
+    `stats` are of the observations, and in the last column the discounted returns so far, of all
+    ranks and epochs: what `norm_obs` and `norm_rew` normalize by. They change in `get` alone.
     """
 
     def __init__(self, obs_dim, action_space, size, gamma, lam, norm_obs=False, norm_rew=False):
@@ -238,10 +237,7 @@ class GAEBuffer:
         self.act = np.zeros((size, *act_shape), dtype=np.int64 if discrete else np.float32)
         self.rew = np.zeros(size, dtype=np.float32)
         self.gamma, self.lam = gamma, lam
-        self.norm_obs, self.norm_rew, self.stats = norm_obs, norm_rew, {}
-        if norm_obs or norm_rew:
-            mean, std = np.zeros(obs_dim, dtype=np.float32), np.ones(obs_dim, dtype=np.float32)
-            self.stats = {"sums": np.zeros((3, obs_dim + 1)), "obs_mean": mean, "obs_std": std}
+        self.norm_obs, self.norm_rew, self.stats = norm_obs, norm_rew, RunningMeanStd(obs_dim + 1)
         self.past_ret, self.past_rets = 0.0, np.zeros(size)
         self.ptr, self.paths = 0, []
 
@@ -276,13 +272,11 @@ class GAEBuffer:
         size, rew = len(self.rew), self.rew
         obs = np.concatenate([self.obs, [o2 for _, o2, _ in self.paths]])
         if self.norm_obs:  # by the statistics that the policy acted on
-            obs = normalize(obs, self.stats["obs_mean"], self.stats["obs_std"])
-        if self.stats:
-            steps = np.column_stack([self.obs, self.past_rets])
-            mean, std = mpi_running_statistics(self.stats["sums"], steps)
-            self.stats["obs_mean"][:], self.stats["obs_std"][:] = mean[:-1], std[:-1]
+            obs = normalize(obs, np.float32(self.stats.mean[:-1]), np.float32(self.stats.std[:-1]))
+        if self.norm_obs or self.norm_rew:
+            self.stats.update(np.column_stack([self.obs, self.past_rets]))
         if self.norm_rew:
-            rew = normalize(rew, 0, std[-1])
+            rew = normalize(rew, 0, self.stats.std[-1])
         values = v(obs)
         val, v_end = values[:size].tolist(), values[size:].tolist()
         rew, adv, ret = rew.tolist(), np.zeros(size), np.zeros(size)
@@ -422,8 +416,6 @@ def train(args):
     logger.log(f"Number of parameters: pi {n_pi}, v {n_v}")
     norm = args.norm_obs, args.norm_rew
     buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch, args.gamma, args.lam, *norm)
-    for name, array in buf.stats.items():  # shared with NumPy; saved in model.pt and checkpoints
-        ac.register_buffer(name, torch.from_numpy(array))
 
     def values(obs):
         """V of observations: array [N, obs_dim] -> array [N]."""
@@ -446,6 +438,7 @@ def train(args):
     def update(rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
         *batch, val = buf.get(values)
+        ret_std = buf.stats.std[-1] if args.norm_rew else 1  # the unit of values and losses
         obs, act, adv, ret = (torch.as_tensor(x, device=device) for x in batch)
         with torch.no_grad():
             logp_old, _ = ac.pi(obs, act)
@@ -491,8 +484,9 @@ def train(args):
             train_v(obs[part], ret[part])
 
         loss_pi, loss_v, kl, entropy = measure()
-        logger.store(VVals=val, LossPi=loss_pi_old, LossV=loss_v_old, Entropy=entropy, KL=kl)
-        logger.store(DeltaLossPi=loss_pi - loss_pi_old, DeltaLossV=loss_v - loss_v_old)
+        logger.store(LossPi=loss_pi_old, DeltaLossPi=loss_pi - loss_pi_old, Entropy=entropy, KL=kl)
+        logger.store(LossV=loss_v_old * ret_std**2, DeltaLossV=(loss_v - loss_v_old) * ret_std**2)
+        logger.store(VVals=val * ret_std)
         logger.store(BacktrackIters=i)
 
     def export_policy():
@@ -500,7 +494,8 @@ def train(args):
         weights = [to_arrays((layer.weight.T, layer.bias)) for layer in ac.pi.net[::2]]
         arrays = {"weights": weights, "activation": args.activation}
         if args.norm_obs:
-            arrays |= {key: buf.stats[key].copy() for key in ("obs_mean", "obs_std")}
+            mean, std = np.float32(buf.stats.mean), np.float32(buf.stats.std)
+            arrays |= {"obs_mean": mean[:-1], "obs_std": std[:-1]}
         if isinstance(action_space, Discrete):
             return arrays | {"distribution": "categorical"}
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
@@ -508,7 +503,7 @@ def train(args):
 
     # Resume: an epoch starts from a reset and draws random numbers of its own, so this is all there
     # is to restore.
-    stateful = {"ac": ac, "vf_optimizer": vf_optimizer}
+    stateful = {"ac": ac, "vf_optimizer": vf_optimizer, "stats": buf.stats}
     load_state_dicts(stateful, logger.load_state())
 
     # Main loop: each epoch gathers experience with a fixed policy, then improves it.

@@ -43,8 +43,8 @@ from common.mpi_tf1 import (
     sync_all_params,
 )
 from common.mpi_tools import (
+    RunningMeanStd,
     make_rng,
-    mpi_running_statistics,
     mpi_statistics_scalar,
     proc_id,
     rank_share,
@@ -210,9 +210,8 @@ def to_env(a, space):
 class GAEBuffer:
     """One epoch of this rank's experience, and once it is full, advantages and returns.
 
-    With `norm_obs` or `norm_rew`, `stats` holds statistics of all steps of all ranks and epochs:
-    `sums` [3, obs_dim + 1] float64, for `mpi_running_statistics` of observations and discounted
-    returns so far, and `obs_mean`, `obs_std` [obs_dim] float32. They change in `get` alone.
+    `stats` are of the observations, and in the last column the discounted returns so far, of all
+    ranks and epochs: what `norm_obs` and `norm_rew` normalize by. They change in `get` alone.
     """
 
     def __init__(self, obs_dim, action_space, size, gamma, lam, norm_obs=False, norm_rew=False):
@@ -222,10 +221,7 @@ class GAEBuffer:
         self.act = np.zeros((size, *act_shape), dtype=np.int64 if discrete else np.float32)
         self.rew = np.zeros(size, dtype=np.float32)
         self.gamma, self.lam = gamma, lam
-        self.norm_obs, self.norm_rew, self.stats = norm_obs, norm_rew, {}
-        if norm_obs or norm_rew:
-            mean, std = np.zeros(obs_dim, dtype=np.float32), np.ones(obs_dim, dtype=np.float32)
-            self.stats = {"sums": np.zeros((3, obs_dim + 1)), "obs_mean": mean, "obs_std": std}
+        self.norm_obs, self.norm_rew, self.stats = norm_obs, norm_rew, RunningMeanStd(obs_dim + 1)
         self.past_ret, self.past_rets = 0.0, np.zeros(size)
         self.ptr, self.paths = 0, []
 
@@ -260,13 +256,11 @@ class GAEBuffer:
         size, rew = len(self.rew), self.rew
         obs = np.concatenate([self.obs, [o2 for _, o2, _ in self.paths]])
         if self.norm_obs:  # by the statistics that the policy acted on
-            obs = normalize(obs, self.stats["obs_mean"], self.stats["obs_std"])
-        if self.stats:
-            steps = np.column_stack([self.obs, self.past_rets])
-            mean, std = mpi_running_statistics(self.stats["sums"], steps)
-            self.stats["obs_mean"][:], self.stats["obs_std"][:] = mean[:-1], std[:-1]
+            obs = normalize(obs, np.float32(self.stats.mean[:-1]), np.float32(self.stats.std[:-1]))
+        if self.norm_obs or self.norm_rew:
+            self.stats.update(np.column_stack([self.obs, self.past_rets]))
         if self.norm_rew:
-            rew = normalize(rew, 0, std[-1])
+            rew = normalize(rew, 0, self.stats.std[-1])
         values = v(obs)
         val, v_end = values[:size].tolist(), values[size:].tolist()
         rew, adv, ret = rew.tolist(), np.zeros(size), np.zeros(size)
@@ -358,12 +352,9 @@ def train(args):
     logger.log(f"Number of parameters: pi {n_pi}, v {n_v}")
     norm = args.norm_obs, args.norm_rew
     buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch, args.gamma, args.lam, *norm)
-    stats = {k: tf.get_variable(k, initializer=x, trainable=False) for k, x in buf.stats.items()}
 
     # The graph: losses on the experience in the buffer, and the steps that lower them.
-    raw_obs_ph = obs_ph = tf.placeholder(tf.float32, [None, obs_dim])
-    if args.norm_obs:  # updates feed this tensor, users of the SavedModel the one it is made of
-        obs_ph = tf.clip_by_value((raw_obs_ph - stats["obs_mean"]) / stats["obs_std"], -10, 10)
+    obs_ph = tf.placeholder(tf.float32, [None, obs_dim])
     act_ph = tf.placeholder(buf.act.dtype, [None, *buf.act.shape[1:]])
     adv_ph, ret_ph, logp_old_ph = (tf.placeholder(tf.float32, [None]) for _ in range(3))
     logp, entropy = ac.pi(obs_ph, act_ph)
@@ -384,7 +375,7 @@ def train(args):
     def update(rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
         obs, act, adv, ret, val = buf.get(values)
-        load_variables(sess, stats, buf.stats)
+        ret_std = buf.stats.std[-1] if args.norm_rew else 1  # the unit of values and losses
         batch = {obs_ph: obs, act_ph: act, adv_ph: adv, ret_ph: ret}
         batch[logp_old_ph] = sess.run(logp, batch)
         loss_pi_old, loss_v_old, *_ = sess.run(losses, batch)
@@ -399,14 +390,16 @@ def train(args):
             sess.run(train_v, {obs_ph: obs[part], ret_ph: ret[part]})
 
         loss_pi, loss_v, kl, entropy = sess.run(losses, batch)
-        logger.store(VVals=val, LossPi=loss_pi_old, LossV=loss_v_old, Entropy=entropy, KL=kl)
-        logger.store(DeltaLossPi=loss_pi - loss_pi_old, DeltaLossV=loss_v - loss_v_old)
+        logger.store(LossPi=loss_pi_old, DeltaLossPi=loss_pi - loss_pi_old, Entropy=entropy, KL=kl)
+        logger.store(LossV=loss_v_old * ret_std**2, DeltaLossV=(loss_v - loss_v_old) * ret_std**2)
+        logger.store(VVals=val * ret_std)
 
     def export_policy():
         """The policy as `get_action` takes it and policy.npz holds it: a dict of NumPy arrays."""
         arrays = {"weights": sess.run(ac.pi.net.layers), "activation": args.activation}
         if args.norm_obs:
-            arrays |= {key: buf.stats[key].copy() for key in ("obs_mean", "obs_std")}
+            mean, std = np.float32(buf.stats.mean), np.float32(buf.stats.std)
+            arrays |= {"obs_mean": mean[:-1], "obs_std": std[:-1]}
         if isinstance(action_space, Discrete):
             return arrays | {"distribution": "categorical"}
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
@@ -414,11 +407,12 @@ def train(args):
 
     # Resume: an epoch starts from a reset and draws random numbers of its own, so this is all there
     # is to restore.
-    stateful = {"ac": {p.op.name: p for p in pi_vars + v_vars}, "stats": stats}
+    stateful = {"ac": {p.op.name: p for p in pi_vars + v_vars}}
     stateful |= {"pi_optimizer": pi_optimizer.variables}
     stateful |= {"vf_optimizer": vf_optimizer.variables}
-    load_variables(sess, stateful, logger.load_state())
-    buf.stats = sess.run(stats)
+    if state := logger.load_state():
+        load_variables(sess, stateful, state)
+        buf.stats.load_state_dict(state["stats"])
 
     # Main loop: each epoch gathers experience with a fixed policy, then improves it.
     for epoch in logger.epochs_left():
@@ -460,8 +454,8 @@ def train(args):
         logger.dump_tabular()
 
         if logger.save_due():
-            save_model(sess, {"obs": raw_obs_ph}, outputs, logger.output_dir)
-            state = sess.run(stateful)
+            save_model(sess, {"obs": obs_ph}, outputs, logger.output_dir)
+            state = sess.run(stateful) | {"stats": buf.stats.state_dict()}
             logger.save_state(export_policy(), state)
 
     return logger.close()

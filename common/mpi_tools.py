@@ -168,21 +168,32 @@ def mpi_statistics_scalar(x, with_min_and_max=False):
     return mean, std, low, high
 
 
-def mpi_running_statistics(sums, x):
-    """Mean and standard deviation of all rows so far, over all ranks, with one message.
+class RunningMeanStd:
+    """Mean and standard deviation of all rows so far, over all ranks.
 
-    Args:
-        sums: [3, dim] float64, zeros at first: the sums of x^0, x^1 and x^2, changed in place.
-        x: [N, dim], the new rows of this rank.
-
-    Returns:
-        (mean, std), [dim] float64; std is at least 1e-4.
+    Attributes:
+        mean, std: [dim] float64, 0 and 1 before the first row; std is at least 1e-4.
     """
-    x = np.asarray(x, dtype=np.float64)
-    sums += mpi_sum([np.sum(x**k, axis=0) for k in range(3)])
-    n, total, squares = sums
-    mean = total / n
-    return mean, np.sqrt(np.maximum(squares / n - mean**2, 0) + 1e-8)
+
+    def __init__(self, dim):
+        self.sums = np.zeros((3, dim))  # of x^0, x^1 and x^2
+        self.mean, self.std = np.zeros(dim), np.ones(dim)
+
+    def update(self, x):
+        """Take in this rank's new rows, x [N, dim]; the ranks exchange one message."""
+        x = np.asarray(x, dtype=np.float64)
+        self.sums += mpi_sum([np.sum(x**k, axis=0) for k in range(3)])
+        n, total, squares = self.sums
+        self.mean = total / n
+        self.std = np.sqrt(np.maximum(squares / n - self.mean**2, 0) + 1e-8)
+
+    def state_dict(self):
+        """What a checkpoint holds: a dict of arrays."""
+        return {"sums": self.sums, "mean": self.mean, "std": self.std}
+
+    def load_state_dict(self, state):
+        """Go back to what `state_dict` returned."""
+        self.sums, self.mean, self.std = (np.array(state[key]) for key in ("sums", "mean", "std"))
 
 
 def rank_share(name, total):
