@@ -51,7 +51,8 @@ def test_loss_pi_by_hand():
 def test_distributions_against_torch(space):
     """Log-probability and entropy, and what the NumPy actor samples, with the same networks."""
     ac = ppo.actor_critic(5, SPACES[space], (16, 8), "relu", np.random.default_rng(0))
-    obs, rng = torch.randn(7, 5), np.random.default_rng(2)
+    rng = np.random.default_rng(2)
+    obs = torch.tensor(10 * rng.normal(size=(7, 5)), dtype=torch.float32)
     out = ac.pi.net(obs).detach()
     arrays = [p.detach().numpy().T for p in ac.pi.net.parameters()]
     policy = {"weights": list(zip(arrays[::2], arrays[1::2], strict=True)), "activation": "relu"}
