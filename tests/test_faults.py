@@ -291,18 +291,6 @@ def test_no_policy_of_nans_is_saved(tmp_path, script, kind, monkeypatch):
         assert policy["epoch"] == 1 and np.isfinite(policy["weight_0"]).all()
 
 
-def test_bad_numbers_stop_all_ranks(tmp_path):
-    """The same from the command line, on two ranks: exit code and status."""
-    kwargs = {"kind": "huge reward", "at": 25}
-    words = flags("ppo_torch", data_dir=tmp_path, exp_name="bad", epochs=3, env_kwargs=kwargs)
-    result = run("ppo_torch", *words, ranks=2, check=False, timeout=100)
-    directory, text = run_dir(tmp_path, "bad"), f"FloatingPointError: {BAD['huge reward']}"
-    assert result.returncode and re.search(text, result.stderr), result.stderr
-    status = read_status(directory)
-    assert status["status"] == "failed" and re.fullmatch(text, status["error"])
-    assert saved_epochs(directory) == [0, 1]
-
-
 # Odd environments ---------------------------------------------------------------------------------
 
 FOUR = ["ppo_torch", "sac_torch", slow("trpo_tf1"), slow("td3_tf1")]

@@ -21,6 +21,7 @@ from conftest import (
     saved_model,
     slow,
 )
+from torch.utils._pytree import tree_leaves
 
 from common.mpi_tf1 import tf
 
@@ -253,14 +254,6 @@ def test_learns(tmp_path, script, env_id):
     assert returns[0] < first and returns.max() >= best
 
 
-def leaves(tree):
-    """The arrays and numbers in nested dicts and lists, in order."""
-    if isinstance(tree, dict | list):
-        parts = tree.values() if isinstance(tree, dict) else tree
-        return [leaf for part in parts for leaf in leaves(part)]
-    return [tree]
-
-
 @pytest.mark.parametrize("script", mostly_slow(ON_POLICY, "trpo_torch"))
 def test_two_ranks_agree_and_resume_exactly(tmp_path, script):
     """Stopped after two epochs of four and resumed, with two ranks: the same table and policy."""
@@ -279,7 +272,7 @@ for name, epochs, resume in (("whole", 4, False), ("parts", 2, False), ("parts",
     pd.testing.assert_frame_equal(progress(whole), progress(parts), check_exact=True)
 
     # Parameters and optimizers are the same on both ranks, and in both runs.
-    first, *others = [leaves(rank_state(run, i)) for run in (whole, parts) for i in (0, 1)]
+    first, *others = [tree_leaves(rank_state(run, i)) for run in (whole, parts) for i in (0, 1)]
     assert sum(np.size(x) for x in first) > 10000
     for other in others:
         assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
