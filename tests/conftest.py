@@ -1,12 +1,12 @@
 """What the tests share: running a script as a user would, with and without mpirun."""
 
+import contextlib
 import dataclasses
 import importlib.util
 import json
 import os
 import pickle
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -14,10 +14,17 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from common.checkpoint import tree_from_bytes
+
+ON_POLICY = [f"{algo}_{f}" for algo in ("vpg", "trpo", "ppo") for f in ("torch", "tf1")]
+OFF_POLICY = [f"{algo}_{f}" for algo in ("ddpg", "td3", "sac") for f in ("torch", "tf1")]
+SCRIPTS = ON_POLICY + OFF_POLICY
 PATH = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 MPIRUN = shutil.which("mpirun", path=PATH)
 
@@ -57,6 +64,16 @@ class Args:
     anneal_lr: bool = False
 
 
+def slow(*values):
+    """Parameters of a test that takes long with them."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def mostly_slow(names, *quick):
+    """Parameters of a test: `names`, those slow that are not in `quick`."""
+    return [name if name in quick else slow(name) for name in names]
+
+
 def load_script(name):
     """The module of a script in algos/, by file name without .py."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "algos" / f"{name}.py")
@@ -89,9 +106,9 @@ def run(program, *flags, ranks=1, cwd=None, check=True, timeout=300, env=None):
 
 
 def mpi(tmp_path, source, ranks, *flags, **kwargs):
-    """Run a few lines of Python on several ranks; `common` is importable."""
-    program = tmp_path / "program.py"
-    program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{source}")
+    """Run a few lines of Python on several ranks; `common` and `conftest` are importable."""
+    program, path = tmp_path / "program.py", [str(ROOT), str(ROOT / "tests")]
+    program.write_text(f"import sys\nsys.path[:0] = {path}\n{source}")
     return run(program, *flags, ranks=ranks, **kwargs)
 
 
@@ -100,10 +117,9 @@ def run_dir(data_dir, exp_name, seed=0):
     return Path(data_dir, exp_name, f"{exp_name}_s{seed}")
 
 
-def progress(directory, without_time=True):
+def progress(directory):
     """The table of a run, without the one column that differs between equal runs."""
-    table = pd.read_csv(Path(directory, "progress.txt"), sep="\t")
-    return table.drop(columns="Time") if without_time else table
+    return pd.read_csv(Path(directory, "progress.txt"), sep="\t").drop(columns="Time")
 
 
 def read_status(directory):
@@ -139,16 +155,33 @@ def wait_for(condition, seconds=60):
 
 def processes(word):
     """Ids of the processes with a word (a directory of the test, say) in their command line."""
-    listing = subprocess.run(["ps", "-Aww", "-o", "pid=,args="], capture_output=True, text=True)
-    return [int(line.split()[0]) for line in listing.stdout.splitlines() if str(word) in line]
+    running = psutil.process_iter(["cmdline"])
+    return [p.pid for p in running if str(word) in " ".join(p.info["cmdline"] or ())]
 
 
 def kill_all(pid):
     """SIGKILL to a process and all that it started, in whatever process groups they are."""
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True)
-    os.kill(pid, signal.SIGKILL)
-    for child in children.stdout.split():
-        kill_all(int(child))
+    process = psutil.Process(pid)
+    for p in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            p.kill()
+
+
+def rank_state(directory, rank=0):
+    """What the newest checkpoint of a run holds of a rank: the script's part."""
+    newest = sorted(directory.glob("checkpoint/epoch_*"))[-1]
+    return tree_from_bytes((newest / f"rank_{rank}.npz").read_bytes())["script"]
+
+
+def saved_model(directory, **inputs):
+    """Outputs {name: array} of the SavedModel of a run, in a session of its own."""
+    from common.mpi_tf1 import tf
+
+    with tf.Graph().as_default(), tf.Session() as sess:
+        model = tf.saved_model.load(sess, ["serve"], str(directory / "tf1_save"))
+        signature = model.signature_def["serving_default"]
+        outputs = {name: info.name for name, info in signature.outputs.items()}
+        return sess.run(outputs, {signature.inputs[k].name: x for k, x in inputs.items()})
 
 
 class Planted:

@@ -4,6 +4,7 @@ Most of it happens to four scripts: an on-policy and an off-policy one of each f
 """
 
 import contextlib
+import itertools
 import json
 import os
 import pty
@@ -20,7 +21,9 @@ import pandas as pd
 import pytest
 import torch
 from conftest import (
+    ON_POLICY,
     ROOT,
+    SCRIPTS,
     assert_same_run,
     command,
     kill_all,
@@ -28,32 +31,29 @@ from conftest import (
     mpi,
     processes,
     progress,
+    rank_state,
     read_status,
     run,
     run_dir,
     saved_epochs,
+    slow,
     wait_for,
 )
 
 from common import UsageError, logger
-from common.checkpoint import tree_from_bytes
 from common.mpi_tf1 import tf
-
-SCRIPTS = sorted(p.stem for p in (ROOT / "algos").glob("*.py"))
-ODD = {"PYTHONPATH": str(ROOT / "tests")}  # where odd_env.py is
 
 
 def settings(script, **more):
     """Arguments of a run that is as quick as can be, on the odd environment."""
     args = {"env_id": "odd_env:Odd-v0", "hidden_sizes": (8,), "steps_per_epoch": 40}
     args |= {"max_ep_len": 20, "save_freq": 1}
-    algo, framework = script.split("_")
-    if algo in ("vpg", "trpo", "ppo"):
-        args |= {"train_v_iters": 2} | ({"train_pi_iters": 2} if algo == "ppo" else {})
+    if script in ON_POLICY:
+        args |= {"train_v_iters": 2} | ({"train_pi_iters": 2} if "ppo" in script else {})
     else:
         args |= {"start_steps": 30, "update_after": 20, "update_every": 10, "batch_size": 4}
         args |= {"replay_size": 400, "num_test_episodes": 1}
-        args |= {"compile": False} if framework == "torch" else {}
+        args |= {"compile": False} if script.endswith("torch") else {}
     return args | more
 
 
@@ -76,14 +76,16 @@ def train(script, **more):
     return module.train(module.Args(**settings(script, **more)))
 
 
-def saved_state(directory, rank=0):
-    newest = sorted(directory.glob("checkpoint/epoch_*"))[-1]
-    return tree_from_bytes((newest / f"rank_{rank}.npz").read_bytes())["script"]
+def start(script, *words, **options):
+    """Start a script in a process of its own."""
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | options
+    return subprocess.Popen(command(script, *words, ranks=options.pop("ranks", 1)), **options)
 
 
 @pytest.fixture(autouse=True)
-def nothing_goes_on(tmp_path):
-    """A test that fails leaves no endless run behind."""
+def surroundings(tmp_path, monkeypatch):
+    """Every process finds odd_env.py; a test that fails leaves no endless run behind."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     yield
     for pid in processes(tmp_path):
         with contextlib.suppress(ProcessLookupError):
@@ -104,71 +106,64 @@ def truncate(path):
 
 
 # What is seen of a fault: the word in status.json, and what stands on stderr.
+FAILED, STOPPING = "failed on rank {rank} of 2", "stopping at the end of this epoch"
 SEEN = {
-    "raises": ("failed", "failed on rank {rank} of 2\nTraceback", "the robot fell apart"),
-    "exits": ("failed", "failed on rank {rank} of 2\nTraceback", "SystemExit"),
+    "raises": ("failed", f"{FAILED}\nTraceback", "the robot fell apart"),
+    "exits": ("failed", f"{FAILED}\nTraceback", "SystemExit"),
     "kill": ("running",),  # nobody was left to say otherwise
     "kill_mpirun": ("running",),
-    "nan_observation": ("failed", "failed on rank {rank} of 2", "observation is NaN or infinite"),
-    "full_disk": ("failed", "failed on rank {rank} of 2", "File too large"),
-    "sigterm": ("interrupted", "SIGTERM: stopping at the end of this epoch"),
-    "sigint": ("interrupted", "SIGINT: stopping at the end of this epoch"),
-    "sigusr1": ("interrupted", "SIGUSR1: stopping at the end of this epoch"),
-    "sigterm_twice": ("interrupted", "SIGTERM: stopping at the end of this epoch"),
+    "nan_observation": ("failed", FAILED, "observation is NaN or infinite"),
+    "full_disk": ("failed", FAILED, "File too large"),
+    "sigterm": ("interrupted", f"SIGTERM: {STOPPING}"),
+    "sigint": ("interrupted", f"SIGINT: {STOPPING}"),
+    "sigusr1": ("interrupted", f"SIGUSR1: {STOPPING}"),
+    "sigterm_twice": ("interrupted", f"SIGTERM: {STOPPING}"),
 }
 # (rank, where, how), and what is done to the newest checkpoint before the run is resumed.
 SAC_TORCH = [
-    ((0, "rollout", "raises"), (flip_a_bit, "epoch_{:06d}/rank_1.npz")),
-    ((1, "update", "exits"), None),
-    ((0, "save", "raises"), (truncate, "journal/rank_1_{:06d}.npz")),
-    ((1, "save", "kill"), None),
-    ((0, "rollout", "kill_mpirun"), None),
-    ((1, "rollout", "nan_observation"), (Path.unlink, "epoch_{:06d}/rank_1.npz")),
-    ((1, "rollout", "full_disk"), None),
-    ((0, "save", "sigterm"), None),
-    ((1, "save", "sigterm_twice"), None),
-    ((0, "rollout", "sigusr1"), None),
-    ((0, "reset", "sigint"), None),
+    (0, "rollout", "raises", flip_a_bit, "epoch_{:06d}/rank_1.npz"),
+    (1, "update", "exits"),
+    (0, "save", "raises", truncate, "journal/rank_1_{:06d}.npz"),
+    (1, "save", "kill"),
+    (0, "rollout", "kill_mpirun"),
+    (1, "rollout", "nan_observation", Path.unlink, "epoch_{:06d}/rank_1.npz"),
+    (1, "rollout", "full_disk"),
+    (0, "save", "sigterm"),
+    (1, "save", "sigterm_twice"),
+    (0, "rollout", "sigusr1"),
+    (0, "reset", "sigint"),
 ]
 TRPO_TF1 = [
-    ((1, "reset", "raises"), (Path.unlink, "epoch_{:06d}/rank_0.npz")),
-    ((0, "update", "raises"), None),
-    ((1, "save", "raises"), None),
-    ((0, "update", "kill"), (flip_a_bit, "epoch_{:06d}/rank_1.npz")),
-    ((1, "rollout", "kill_mpirun"), None),
-    ((0, "rollout", "full_disk"), None),
-    ((0, "save", "sigusr1"), None),
-    ((0, "rollout", "sigterm_twice"), None),
-    ((0, "rollout", "sigint"), None),
+    (1, "reset", "raises", Path.unlink, "epoch_{:06d}/rank_0.npz"),
+    (0, "update", "kill", flip_a_bit, "epoch_{:06d}/rank_1.npz"),
+    (1, "save", "raises"),
+    (0, "rollout", "full_disk"),
+    (0, "save", "sigusr1"),
+    (0, "rollout", "sigterm_twice"),
 ]
 TD3_TF1 = [
-    ((0, "save", "sigint"), (flip_a_bit, "journal/rank_0_{:06d}.npz")),
-    ((0, "save", "sigterm_twice"), None),
-    ((0, "rollout", "full_disk"), None),
-    ((0, "rollout", "sigusr1"), None),
+    (0, "save", "sigint", flip_a_bit, "journal/rank_0_{:06d}.npz"),
+    (0, "save", "sigterm_twice"),
+    (0, "rollout", "full_disk"),
+    (0, "rollout", "sigusr1"),
 ]
-CAREERS = [
-    pytest.param("sac_torch", 2, SAC_TORCH, id="sac_torch"),
-    pytest.param("trpo_tf1", 2, TRPO_TF1, id="trpo_tf1", marks=pytest.mark.slow),
-    pytest.param("td3_tf1", 1, TD3_TF1, id="td3_tf1", marks=pytest.mark.slow),
-]
+CAREERS = [("sac_torch", 2, SAC_TORCH), slow("trpo_tf1", 2, TRPO_TF1), slow("td3_tf1", 1, TD3_TF1)]
 
 
-@pytest.mark.parametrize("script, ranks, career", CAREERS)
+@pytest.mark.parametrize("script, ranks, career", CAREERS, ids=["sac_torch", "trpo_tf1", "td3_tf1"])
 def test_one_fault_after_another(tmp_path, script, ranks, career):
     """Whatever befalls the run: all ranks are gone within 10 seconds, the exit code is not 0, the
     line names the rank, the status tells; every attempt goes forward, over damaged checkpoints too;
     and in the end the run is the same, to the letter, as one that nothing happened to."""
     words = flags(script, data_dir=tmp_path, epochs=3 * len(career) + 1)
-    run(script, *words, "--exp-name", "whole", ranks=ranks, env=ODD)
+    run(script, *words, "--exp-name", "whole", ranks=ranks)
     directory, told, warning = run_dir(tmp_path, "unlucky"), tmp_path / "told", None
     words += ["--exp-name", "unlucky", "--resume"]
-    for (rank, where, how), damage in career:
+    for rank, where, how, *damage in career:
         before = saved_epochs(directory)
-        local_steps = 40 // ranks
         # In the third epoch of this process: two are saved before.
-        fault = {"rank": rank, "where": where, "how": how, "at": 2 * local_steps + 5}
-        env = {**ODD, "FAULT": json.dumps({**fault, "told": str(told)})}
+        fault = {"rank": rank, "where": where, "how": how, "at": 2 * (40 // ranks) + 5}
+        env = {"FAULT": json.dumps({**fault, "told": str(told)})}
         result = run(script, *words, ranks=ranks, env=env, check=False)
         seen = f"{fault}\n{result.stdout}\n{result.stderr}"
         assert told.exists(), seen
@@ -192,33 +187,23 @@ def test_one_fault_after_another(tmp_path, script, ranks, career):
             (spoil, file), newest = damage, saved_epochs(directory)[-1]
             spoil(directory / "checkpoint" / file.format(newest))
             warning = f"WARNING: checkpoint epoch_{newest:06d} is damaged"
-    run(script, *words, ranks=ranks, env=ODD)
+    run(script, *words, ranks=ranks)
     assert_same_run(run_dir(tmp_path, "whole"), directory)
     assert read_status(directory)["status"] == "finished"
     assert not list(directory.rglob(".*.tmp"))  # nothing half-written is left
 
 
-@pytest.mark.parametrize(
-    "script, ranks",
-    [
-        ("ppo_torch", 2),
-        pytest.param("ppo_torch", 1, marks=pytest.mark.slow),
-        pytest.param("ppo_tf1", 1, marks=pytest.mark.slow),
-        pytest.param("sac_torch", 2, marks=pytest.mark.slow),
-    ],
-)
+KILLED = [("ppo_torch", 2), slow("ppo_torch", 1), slow("ppo_tf1", 1), slow("sac_torch", 2)]
+
+
+@pytest.mark.parametrize("script, ranks", KILLED)
 def test_killed_at_random_until_finished(tmp_path, script, ranks):
     """kill -9 at random moments until the run gets through; every attempt goes forward."""
     words = flags(script, data_dir=tmp_path, epochs=40, steps_per_epoch=200)
-    run(script, *words, "--exp-name", "whole", ranks=ranks, env=ODD)
+    run(script, *words, "--exp-name", "whole", ranks=ranks)
     rng, kills, directory = random.Random(1), 0, run_dir(tmp_path, "killed")
     while True:
-        process = subprocess.Popen(
-            command(script, *words, "--exp-name", "killed", "--resume", ranks=ranks),
-            env={**os.environ, **ODD},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        process = start(script, *words, "--exp-name", "killed", "--resume", ranks=ranks)
         goal = saved_epochs(directory)[-1] + rng.randint(2, 8)
         while process.poll() is None and saved_epochs(directory)[-1] < goal:
             time.sleep(0.01)
@@ -246,49 +231,38 @@ BAD = {
     "nan parameter": "parameter is NaN or infinite on rank 0 in the networks",
     "huge reward": "(action|parameter|Loss.*) is NaN or infinite.*",
 }
-BY_SCRIPT = [
-    pytest.param(script, kind, marks=[] if quick else pytest.mark.slow)
-    for script in SCRIPTS
-    for kind in BAD
-    for quick in [
-        script in ("ppo_torch", "sac_torch") or (script, kind) == ("td3_tf1", "nan parameter")
-    ]
-]
+QUICK = [(script, kind) for script in ("ppo_torch", "sac_torch") for kind in BAD]
+QUICK += [("td3_tf1", "nan parameter")]
+BY_SCRIPT = [(script, kind) for script in SCRIPTS for kind in BAD]
+BY_SCRIPT = [case if case in QUICK else slow(*case) for case in BY_SCRIPT]
 
 
 def spoil(monkeypatch, module, kind):
     """Let the second epoch go bad where it is not the environment that does it."""
-    made, actions = {}, []
-
-    def remember(name):
-        real = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *args, **kw: made.setdefault(name, real(*args, **kw))
-        )
+    actions, saves = itertools.count(1), itertools.count(1)
 
     def get_action(policy, o, rng=None, real=module.get_action):
-        actions.append(real(policy, o, rng))
-        return actions[-1] * (np.nan if len(actions) > 50 else 1)
+        return real(policy, o, rng) * (np.nan if next(actions) > 50 else 1)
 
     def store(self, real=logger.EpochLogger.store, **values):
         bad = {"LossPi": np.float32("nan")} if self.epoch == 1 and "LossPi" in values else {}
         real(self, **{**values, **bad})
 
-    def dump_tabular(self, real=logger.EpochLogger.dump_tabular):
-        real(self)
-        if self.epoch == 2 and hasattr(module, "tf"):
-            p = tf.trainable_variables()[0]
-            p.load(np.full(p.shape, np.nan), made["setup_tf1_for_mpi"])
-        elif self.epoch == 2:
-            next(made["actor_critic"].parameters()).data.fill_(np.nan)
+    def save_model(net, *args, real=module.save_model):
+        if next(saves) == 2:
+            if isinstance(net, torch.nn.Module):
+                next(net.parameters()).data.fill_(np.nan)
+            else:  # a session
+                p = tf.trainable_variables()[0]
+                p.load(np.full(p.shape, np.nan), net)
+        real(net, *args)
 
     if kind == "nan action":
         monkeypatch.setattr(module, "get_action", get_action)
     elif kind == "nan loss":
         monkeypatch.setattr(logger.EpochLogger, "store", store)
     elif kind == "nan parameter":
-        remember("setup_tf1_for_mpi" if hasattr(module, "tf") else "actor_critic")
-        monkeypatch.setattr(logger.EpochLogger, "dump_tabular", dump_tabular)
+        monkeypatch.setattr(module, "save_model", save_model)
 
 
 @pytest.mark.parametrize("script, kind", BY_SCRIPT)
@@ -303,7 +277,7 @@ def test_no_policy_of_nans_is_saved(tmp_path, script, kind, monkeypatch):
         module.train(module.Args(**args))
     directory = run_dir(tmp_path, "run")
     assert saved_epochs(directory) == [0, 1]
-    saved = saved_state(directory)["ac"]
+    saved = rank_state(directory)["ac"]
     if script.endswith("torch"):
         state = torch.load(directory / "torch_save" / "model.pt", weights_only=True)
         model = {name: x.numpy() for name, x in state.items()}
@@ -314,28 +288,12 @@ def test_no_policy_of_nans_is_saved(tmp_path, script, kind, monkeypatch):
     for name, x in saved.items():
         assert np.isfinite(x).all() and (model[name] == x).all(), name
     with np.load(directory / "policy.npz") as policy:
-        assert policy["epoch"] == 1
-        first = policy["weight_0"]
-    assert any(first.shape in (x.shape, x.T.shape) and np.isin(first, x).all()
-               for x in saved.values())  # fmt: skip
-
-
-def test_bad_numbers_stop_all_ranks(tmp_path):
-    """The same from the command line, on two ranks: exit code and status."""
-    kwargs = {"kind": "huge reward", "at": 25}
-    words = flags("ppo_torch", data_dir=tmp_path, exp_name="bad", epochs=3, env_kwargs=kwargs)
-    result = run("ppo_torch", *words, ranks=2, env=ODD, check=False, timeout=100)
-    directory, text = run_dir(tmp_path, "bad"), f"FloatingPointError: {BAD['huge reward']}"
-    assert result.returncode and re.search(text, result.stderr), result.stderr
-    status = read_status(directory)
-    assert status["status"] == "failed" and re.fullmatch(text, status["error"])
-    assert saved_epochs(directory) == [0, 1]
+        assert policy["epoch"] == 1 and np.isfinite(policy["weight_0"]).all()
 
 
 # Odd environments ---------------------------------------------------------------------------------
 
-FOUR = ["ppo_torch", "sac_torch"]
-FOUR += [pytest.param(script, marks=pytest.mark.slow) for script in ("trpo_tf1", "td3_tf1")]
+FOUR = ["ppo_torch", "sac_torch", slow("trpo_tf1"), slow("td3_tf1")]
 OBS = "Odd-v0 gave an observation of shape {}, not (3,) as its observation_space says"
 WRONG = {
     "one number": OBS.format("(1,)"),
@@ -368,15 +326,13 @@ def test_odd_but_usable_environments(tmp_path, script):
     pd.testing.assert_frame_equal(tables[""], tables["reward in an array"], check_exact=True)
     pd.testing.assert_frame_equal(tables["ints"], tables["list"], check_exact=True)
     assert (tables["ints"].EpLen == 20).all() and (tables["short"].EpLen == 1).all()
-    args = {"data_dir": str(tmp_path), "exp_name": "longer", "epochs": 2, "max_ep_len": 10**6}
-    if "num_test_episodes" in settings(script):
-        args["num_test_episodes"] = 0  # a test episode would have no end
+    args = {"data_dir": str(tmp_path), "epochs": 2}
+    if script in ON_POLICY:
+        assert train(script, env_kwargs={"kind": "no bounds"}, exp_name="no bounds", **args)
     else:
-        args["exp_name"] = "no bounds"
-        assert train(script, env_kwargs={"kind": "no bounds"}, **args)
-        args["exp_name"] = "longer"
-    assert train(script, env_kwargs={"kind": "endless"}, **args)
-    assert progress(run_dir(tmp_path, "longer")).EpLen.isna().all()  # nobody knows a return
+        args["num_test_episodes"] = 0  # a test episode would have no end
+    assert train(script, env_kwargs={"kind": "endless"}, exp_name="run", max_ep_len=10**6, **args)
+    assert progress(run_dir(tmp_path, "run")).EpLen.isna().all()  # nobody knows a return
 
 
 # Checkpoints and directories ----------------------------------------------------------------------
@@ -440,10 +396,7 @@ print("deaths:", deaths)
     assert int(out.split("deaths:")[1]) >= 10
 
 
-@pytest.mark.parametrize(
-    "script, other",
-    [("sac_torch", "td3_torch"), pytest.param("trpo_tf1", "vpg_tf1", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("script, other", [("sac_torch", "td3_torch"), slow("trpo_tf1", "vpg_tf1")])
 def test_what_may_change_on_resume(tmp_path, script, other, monkeypatch, capsys):
     """Epochs, and then exactly; nothing that touches the numbers, ranks included. A run whose
     checkpoints are all damaged is refused, and one without any starts again."""
@@ -483,16 +436,12 @@ def test_what_may_change_on_resume(tmp_path, script, other, monkeypatch, capsys)
     assert_same_run(run_dir(tmp_path, "whole"), directory)
 
 
-@pytest.mark.parametrize("script", ["sac_torch", pytest.param("ppo_tf1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", ["sac_torch", slow("ppo_tf1")])
 def test_two_processes_on_one_directory(tmp_path, script):
     """The second refuses in one line and changes nothing; when the first is dead, its lock is no
     hindrance."""
     words = flags(script, data_dir=tmp_path, exp_name="run")
-    first = subprocess.Popen(
-        command(script, *words, "--epochs", 10**6),
-        env={**os.environ, **ODD},
-        stdout=subprocess.DEVNULL,
-    )
+    first = start(script, *words, "--epochs", 10**6)
     directory = run_dir(tmp_path, "run")
     wait_for(lambda: len(saved_epochs(directory)) == 3)
     for flag in ("resume", "overwrite"):
@@ -510,21 +459,21 @@ def test_two_processes_on_one_directory(tmp_path, script):
 # Surroundings -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["ppo_torch", pytest.param("td3_tf1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", ["ppo_torch", slow("td3_tf1")])
 def test_nothing_but_a_place_for_the_data(tmp_path, script):
     """Standard input, output and error closed, a working directory in which nobody can write, and a
     path of letters that are not in ASCII."""
     here = tmp_path / "Übung №1"
     words = command(script, *flags(script, data_dir=here, exp_name="run", epochs=2))
     words = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *words]
-    subprocess.run(words, env={**os.environ, **ODD}, cwd="/proc", check=True, timeout=100)
+    subprocess.run(words, cwd="/proc", check=True, timeout=100)
     assert read_status(run_dir(here, "run"))["status"] == "finished"
     assert len(progress(run_dir(here, "run"))) == 2
 
 
 def piped_to_head(words, env):
     words = ["bash", "-o", "pipefail", "-c", '"$@" | head -1', "bash", *words]
-    return subprocess.run(words, env={**os.environ, **ODD, **env}, capture_output=True, timeout=100)
+    return subprocess.run(words, env={**os.environ, **env}, capture_output=True, timeout=100)
 
 
 def test_a_closed_pipe(tmp_path):
@@ -546,19 +495,18 @@ def test_a_closed_pipe_of_mpirun(tmp_path):
     assert result.returncode
     wait_for(lambda: not processes(tmp_path), seconds=10)
     epochs = saved_epochs(run_dir(tmp_path, "run"))[-1] + 1
-    run("vpg_tf1", *words, "--epochs", epochs, ranks=2, env=ODD)
+    run("vpg_tf1", *words, "--epochs", epochs, ranks=2)
     assert len(progress(run_dir(tmp_path, "run"))) == epochs
 
 
 def test_a_terminal_that_goes_away(tmp_path):
     """After nohup or disown, the terminal is closed: the run goes on, bars and tables unseen."""
-    words = command("ppo_torch", *flags("ppo_torch", data_dir=tmp_path, exp_name="run", epochs=30))
+    words = flags("ppo_torch", data_dir=tmp_path, exp_name="run", epochs=30)
     main, side = pty.openpty()
-    process = subprocess.Popen(
-        ["bash", "-c", 'trap "" HUP; exec "$@"', "bash", *words],
-        env={**os.environ, **ODD},
-        stdin=side, stdout=side, stderr=side, start_new_session=True,
-    )  # fmt: skip
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as nohup does it
+    terminal = {"stdin": side, "stdout": side, "stderr": side, "start_new_session": True}
+    process = start("ppo_torch", *words, **terminal)
+    signal.signal(signal.SIGHUP, ignored)
     os.close(side)
     seen = b""
     while b"AverageEpRet" not in seen:

@@ -247,7 +247,7 @@ def test_rendering_that_cannot_work_says_what_to_install(tmp_path):
     ],
 )
 def test_files_that_hold_no_policy(tmp_path, change, word):
-    """Pickles, bombs and damaged archives are in test_hostile.py and test_fuzz.py."""
+    """Pickles, bombs and damaged archives are in test_damaged_files.py."""
     more = {"act_low": np.float32([-2]), "act_high": np.float32([2]), "log_std": np.float32([0])}
     policy = {**arrays([4, 8, 1], "gaussian", **more), "layers": np.ones(3)}
     assert len(load(tmp_path, policy)["layers"]) == 2  # the policy's, not the array of this name
