@@ -95,7 +95,8 @@ def test_a_job_array_is_warned_requeued_and_resumed(tmp_path):
 
     # Slurm's warning before the time limit is this signal, to this shell.
     runs = [tmp_path / "data" / name / f"{name}_s{seed}" for seed in (0, 1)]
-    wait_for(lambda: (runs[0] / "progress.txt").exists() and len(returns(runs[0])) > 1)
+    table = runs[0] / "progress.txt"
+    wait_for(lambda: table.exists() and table.read_text().count("\n") > 2)
     subprocess.run(["scancel", "--batch", "--signal=USR1", f"{job}_1"], check=True)
     wait_for(lambda: f"{job}_1 PENDING" in queued(name))
     assert read_status(runs[0])["status"] == "interrupted" and 2 <= len(returns(runs[0])) < 12
