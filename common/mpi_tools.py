@@ -75,7 +75,7 @@ def allreduce(x, op="SUM"):
 
 def mpi_op(x, op):
     """Reduce a number or array over all ranks in float64: a float for a number, else an array."""
-    x = np.array(x, dtype=np.float64, order="C")
+    x = np.asarray(x, dtype=np.float64, order="C")
     return allreduce(x, op) if x.ndim else float(allreduce(x, op))
 
 
