@@ -254,13 +254,12 @@ def returns(results, algos):
 def summary(results):
     """The scripts' lengths and our returns, a row for each script."""
     rows = []
-    for family in FAMILIES.values():
-        for algo in family:
-            for framework in FRAMEWORKS:
-                script = f"{algo}_{framework}"
-                cells = [our_cell(results, algo, framework, env) or "–" for env in ENVS]
-                lines = len((ROOT / "algos" / f"{script}.py").read_text().splitlines())
-                rows.append([f"[{script}.py](algos/{script}.py)", lines, *cells])
+    for algo in sum(FAMILIES.values(), ()):
+        for framework in FRAMEWORKS:
+            script = f"algos/{algo}_{framework}.py"
+            cells = [our_cell(results, algo, framework, env) or "–" for env in ENVS]
+            lines = len((ROOT / script).read_text().splitlines())
+            rows.append([f"[{Path(script).name}]({script})", lines, *cells])
     return markdown(["", "lines", *ENVS], rows)
 
 

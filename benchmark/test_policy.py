@@ -57,9 +57,7 @@ class Args:
     episodes: Annotated[PosInt, arg(aliases=["-n"])] = 10  # number of episodes
     deterministic: Annotated[bool, arg(aliases=["-d"])] = False  # the mean or mode, not a sample
     # Most steps of an episode; -1: the run's max_ep_len; 0: the environment's limit alone.
-    len: Annotated[
-        int, Range("an integer of at least -1", lambda x: x >= -1), arg(aliases=["-l"])
-    ] = -1
+    len: Annotated[int, Range("at least -1", lambda x: x >= -1), arg(aliases=["-l"])] = -1
     seed: NonNegInt = 0  # of environment and actions
     itr: Annotated[int | Literal["last", "best"], arg(aliases=["-i"])] = "last"  # epoch of a save
     render: bool = False  # show it in a window
