@@ -215,9 +215,8 @@ def our_cell(results, algo, framework, env, settings="plain"):
     if mark is None:
         return ""
     mean, half, n = results.at(curves, mark)
-    band = results.reference(algo, framework, env, mark)
-    band = band or results.reference(algo, "tf1", env, mark)
-    note = ""
+    find, note = results.reference, ""
+    band = find(algo, framework, env, mark) or find(algo, "tf1", env, mark)
     if band and settings == "plain":
         note = " ▲" if mean > band[0] + band[1] else " ▼" if mean < band[0] - band[1] else ""
     return cell(mean, half, n, mark, note)
@@ -390,8 +389,7 @@ def make(root=ROOT):
     results = Results(folder)
     tables = {"summary": summary(results), "cost": cost(results)}
     for family, algos in FAMILIES.items():
-        tables |= {family: returns(results, algos)}
-        tables |= {algo: returns(results, [algo]) for algo in algos}
+        tables |= {family: returns(results, algos)} | {a: returns(results, [a]) for a in algos}
     files = {folder / "all.svg": figure(results, [a for f in FAMILIES.values() for a in f])}
     labels = set(results.runs.settings)
     settings = ["plain", *(label for label in ("normalised", "strong") if label in labels)]
