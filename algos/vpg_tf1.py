@@ -375,7 +375,7 @@ def train(args):
     def update(rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
         obs, act, adv, ret, val = buf.get(values)
-        ret_std = buf.stats.std[-1] if args.norm_rew else 1  # the unit of values and losses
+        ret_std = buf.stats.std[-1] if args.norm_rew else 1  # V learns in units of it
         batch = {obs_ph: obs, act_ph: act, adv_ph: adv, ret_ph: ret}
         batch[logp_old_ph] = sess.run(logp, batch)
         loss_pi_old, loss_v_old, *_ = sess.run(losses, batch)

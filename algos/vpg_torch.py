@@ -369,7 +369,7 @@ def train(args):
     def update(rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
         *batch, val = buf.get(values)
-        ret_std = buf.stats.std[-1] if args.norm_rew else 1  # the unit of values and losses
+        ret_std = buf.stats.std[-1] if args.norm_rew else 1  # V learns in units of it
         obs, act, adv, ret = (torch.as_tensor(x, device=device) for x in batch)
         with torch.no_grad():
             logp_old, _ = ac.pi(obs, act)

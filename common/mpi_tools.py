@@ -181,19 +181,20 @@ class RunningMeanStd:
     def update(self, x):
         """Take in this rank's new rows, x [N, dim]; the ranks exchange one message."""
         x = np.asarray(x, dtype=np.float64)
-        self.sums += mpi_sum([np.sum(x**k, axis=0) for k in range(3)])
-        n, total, squares = self.sums
-        self.mean = total / n
-        self.std = np.sqrt(np.maximum(squares / n - self.mean**2, 0) + 1e-8)
+        sums = mpi_sum([np.sum(x**k, axis=0) for k in range(3)])
+        self.load_state_dict({"sums": self.sums + sums})
 
     def state_dict(self):
-        """What a checkpoint holds: a dict of arrays."""
-        return {"sums": self.sums, "mean": self.mean, "std": self.std}
+        """What a checkpoint holds: the sums, from which the rest follows."""
+        return {"sums": self.sums}
 
     def load_state_dict(self, state):
         """Go back to what `state_dict` returned."""
-        for key in ("sums", "mean", "std"):
-            setattr(self, key, np.asarray(state[key]))
+        self.sums = np.asarray(state["sums"])
+        n, total, squares = self.sums
+        if n.any():
+            self.mean = total / n
+            self.std = np.sqrt(np.maximum(squares / n - self.mean**2, 0) + 1e-8)
 
 
 def rank_share(name, total):
