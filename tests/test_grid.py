@@ -1,6 +1,6 @@
 """benchmark/grid.py: names, checks, and what becomes of runs that end well, fail, or are killed.
 
-The runs are those of tests/fake_script.py, which takes milliseconds.
+The runs are those of tests/fake_script.py, which learns nothing.
 """
 
 import contextlib
@@ -537,7 +537,7 @@ def test_a_stopped_or_killed_sweep_leaves_no_process_and_goes_on(main, tmp_path,
 def test_a_second_signal_stops_at_once(tmp_path):
     sweep = write_sweep(tmp_path / "a.toml", "epoch_seconds = 600", "num_cpu = 2")
     process = start_grid(tmp_path, sweep)
-    wait_for(lambda: (tmp_path / "data/sweep/sweep_s0/progress.txt").exists())
+    wait_for(lambda: (tmp_path / "data/sweep/sweep_s0/status.json").exists())
     for _ in range(2):
         time.sleep(0.3)
         assert process.poll() is None
