@@ -25,6 +25,7 @@ from common.checkpoint import tree_from_bytes
 ON_POLICY = [f"{algo}_{f}" for algo in ("vpg", "trpo", "ppo") for f in ("torch", "tf1")]
 OFF_POLICY = [f"{algo}_{f}" for algo in ("ddpg", "td3", "sac") for f in ("torch", "tf1")]
 SCRIPTS = ON_POLICY + OFF_POLICY
+FAKE, GRID = ROOT / "tests" / "fake_script.py", ROOT / "benchmark" / "grid.py"
 PATH = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 MPIRUN = shutil.which("mpirun", path=PATH)
 
@@ -92,14 +93,9 @@ def command(program, *flags, ranks=1):
 
 def run(program, *flags, ranks=1, cwd=None, check=True, timeout=300, env=None):
     """Run a program to its end. Fails the test, showing its output, if its exit code is not 0."""
-    result = subprocess.run(
-        command(program, *flags, ranks=ranks),
-        cwd=cwd,
-        env={**os.environ, **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    options = {"capture_output": True, "text": True, "timeout": timeout, "cwd": cwd}
+    env = {**os.environ, **(env or {})}
+    result = subprocess.run(command(program, *flags, ranks=ranks), env=env, **options)
     if check and result.returncode:
         pytest.fail(f"{program} exited with {result.returncode}\n{result.stdout}\n{result.stderr}")
     return result
@@ -182,6 +178,29 @@ def saved_model(directory, **inputs):
         signature = model.signature_def["serving_default"]
         outputs = {name: info.name for name, info in signature.outputs.items()}
         return sess.run(outputs, {signature.inputs[k].name: x for k, x in inputs.items()})
+
+
+class Buffer:
+    """A replay buffer of `size` rows. The i-th transition, from 0, is (i, i)."""
+
+    def __init__(self, size, count=0):
+        self.data, self.count = np.full((size, 2), -1.0), 0
+        self.store(count)
+
+    def store(self, n):
+        for _ in range(n):
+            self.data[self.count % len(self.data)] = self.count
+            self.count += 1
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-7])
 
 
 class Planted:

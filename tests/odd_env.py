@@ -6,7 +6,7 @@ the next that resumes the run, is in the environment variable FAULT, a JSON obje
     rank    the rank that it befalls
     at      after so many steps of this process
     where   "rollout": in this very step; "reset", "update" or "save": in the next of those
-    how     what happens, a name of `Fault`'s methods
+    how     what happens: a signal, or a name of `Fault`'s methods
     told    a file to write the time to as it happens
 """
 
@@ -64,7 +64,10 @@ class Fault:
 
     def happen(self, *args):
         Path(self.told).write_text(str(time.time()))
-        getattr(self, self.how)()
+        if self.how.startswith("sig"):
+            self.signal(*self.how.split("_"))
+        else:
+            getattr(self, self.how)()
 
     def raises(self):
         raise RuntimeError("the robot fell apart")
@@ -84,20 +87,12 @@ class Fault:
     def nan_observation(self):
         self.nan = True
 
-    def sigterm(self):
-        os.kill(launcher(), signal.SIGTERM)
-
-    def sigint(self):
-        os.kill(launcher(), signal.SIGINT)
-
-    def sigusr1(self):
-        os.kill(launcher(), signal.SIGUSR1)
-
-    def sigterm_twice(self):
-        self.sigterm()
-        time.sleep(1.5)  # within a second it would count as one
-        self.sigterm()
-        time.sleep(30)  # the signal takes a moment to arrive, and nothing more may happen before
+    def signal(self, name, twice=None):
+        os.kill(launcher(), getattr(signal, name.upper()))
+        if twice:
+            time.sleep(1.5)  # within a second it would count as one
+            self.signal(name)
+            time.sleep(30)  # it takes a moment to arrive, and nothing more may happen before
 
 
 def launcher():

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from conftest import mpi
+from conftest import Buffer, flip_a_bit, mpi, truncate
 
 from common.checkpoint import Checkpointer, CheckpointError, tree_from_bytes, tree_to_bytes
 
@@ -33,21 +33,8 @@ def test_two_are_kept_and_the_newest_comes_back(tmp_path):
     assert repr(state) == repr({**STATE, "t": 3})
 
 
-def flip_a_bit(data):
-    middle = len(data) // 2
-    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-
-
-DAMAGES = {
-    "bit flipped": lambda data, planted: flip_a_bit(data),
-    "truncated": lambda data, planted: data[:-7],
-    "empty": lambda data, planted: b"",
-    "pickle": lambda data, planted: planted,
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_noticed(tmp_path, capsys, planted, damage):
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate])
+def test_damage_is_noticed(tmp_path, capsys, damage):
     """The checkpoint before is used, loudly; without one the run is refused."""
     saver = Checkpointer(tmp_path)
     for epoch in (1, 2):
@@ -55,8 +42,7 @@ def test_damage_is_noticed(tmp_path, capsys, planted, damage):
     for epoch in (2, 1):
         loaded_epoch, state = Checkpointer(tmp_path).load()
         assert loaded_epoch == state["t"] == epoch
-        path = tmp_path / f"epoch_{epoch:06d}" / "rank_0.npz"
-        path.write_bytes(DAMAGES[damage](path.read_bytes(), planted))
+        damage(tmp_path / f"epoch_{epoch:06d}" / "rank_0.npz")
     capsys.readouterr()
     with pytest.raises(CheckpointError, match="no usable checkpoint"):
         Checkpointer(tmp_path).load()
@@ -64,21 +50,9 @@ def test_damage_is_noticed(tmp_path, capsys, planted, damage):
     assert all(f"checkpoint epoch_00000{epoch} is damaged" in said for epoch in (1, 2))
 
 
-class Buffer:
-    """A replay buffer of 10 transitions of 2 numbers; the i-th holds (i, i)."""
-
-    def __init__(self):
-        self.data, self.count = np.zeros((10, 2), np.float32), 0
-
-    def store(self, n):
-        for _ in range(n):
-            self.data[self.count % 10] = self.count
-            self.count += 1
-
-
 def loaded(directory):
     """(epoch, buffer) as a new process finds them."""
-    buffer = Buffer()
+    buffer = Buffer(10)
     return Checkpointer(directory).load(buffer)[0], buffer
 
 
@@ -86,10 +60,10 @@ def loaded(directory):
 def test_the_replay_buffer_comes_back(tmp_path, steps):
     """Row by row, whether it was full or not, and also where every save is by a new process."""
     for directory, again in ((tmp_path / "one", False), (tmp_path / "many", True)):
-        saver, buffer = Checkpointer(directory), Buffer()
+        saver, buffer = Checkpointer(directory), Buffer(10)
         for epoch, n in enumerate(steps, 1):
             if again:
-                saver, buffer = Checkpointer(directory), Buffer()
+                saver, buffer = Checkpointer(directory), Buffer(10)
                 saver.load(buffer)
             buffer.store(n)
             saver.save(epoch, STATE, buffer)
@@ -99,7 +73,7 @@ def test_the_replay_buffer_comes_back(tmp_path, steps):
 
 
 def test_the_journal_holds_each_transition_once(tmp_path):
-    saver, buffer = Checkpointer(tmp_path), Buffer()
+    saver, buffer = Checkpointer(tmp_path), Buffer(10)
     for epoch in range(1, 9):
         buffer.store(2)
         saver.save(epoch, STATE, buffer)
@@ -114,13 +88,12 @@ def test_the_journal_holds_each_transition_once(tmp_path):
 
 def test_back_to_the_checkpoint_before(tmp_path):
     """Its buffer is whole too, and training goes on from there."""
-    saver, buffer = Checkpointer(tmp_path), Buffer()
+    saver, buffer = Checkpointer(tmp_path), Buffer(10)
     for epoch in range(1, 6):
         buffer.store(4)
         saver.save(epoch, STATE, buffer)
-    part = tmp_path / "journal" / "rank_0_000005.npz"
-    part.write_bytes(flip_a_bit(part.read_bytes()))
-    saver, buffer = Checkpointer(tmp_path), Buffer()
+    flip_a_bit(tmp_path / "journal" / "rank_0_000005.npz")
+    saver, buffer = Checkpointer(tmp_path), Buffer(10)
     assert saver.load(buffer)[0] == 4
     assert buffer.count == 16 and sorted(buffer.data[:, 0]) == list(range(6, 16))
     buffer.store(4)
@@ -135,18 +108,15 @@ import os
 import numpy as np
 from common.checkpoint import Checkpointer
 from common.mpi_tools import barrier, proc_id
-
-class Buffer:
-    data, count = np.zeros((4, 1)), 0
-
-saver, buffer = Checkpointer("saves"), Buffer()
+from conftest import Buffer
+saver, buffer = Checkpointer("saves"), Buffer(4, proc_id())
 for epoch in (1, 2):
-    buffer.data[epoch - 1], buffer.count = proc_id(), epoch
+    buffer.store(1)
     saver.save(epoch, {"mine": np.array([proc_id(), epoch])}, buffer)
-buffer.data, buffer.count = np.full((4, 1), -1.0), 0
-epoch, state = Checkpointer("saves").load(buffer)
-assert epoch == 2 == buffer.count and list(state["mine"]) == [proc_id(), 2]
-assert buffer.data[:, 0].tolist() == [proc_id()] * 2 + [-1] * 2
+found = Buffer(4)
+epoch, state = Checkpointer("saves").load(found)
+assert epoch == 2 and list(state["mine"]) == [proc_id(), 2]
+assert found.count == buffer.count and (found.data == buffer.data).all()
 barrier()
 if proc_id() == 1:  # one rank's file is lost: all go back together
     os.unlink("saves/epoch_000002/rank_1.npz")

@@ -11,7 +11,9 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from conftest import (
-    ROOT,
+    FAKE,
+    ON_POLICY,
+    SCRIPTS,
     command,
     load_script,
     progress,
@@ -27,8 +29,6 @@ from common import UsageError, mpi_tools
 from common.args import JsonDict, NonNegInt, PosFloat, PosInt, Sizes, Unit, check_args, parse_args
 from common.cli import make_env
 
-SCRIPTS = sorted(p.stem for p in (ROOT / "algos").glob("*.py"))
-ON_POLICY = [s for s in SCRIPTS if s.split("_")[0] in ("vpg", "trpo", "ppo")]
 QUICK = ["--env-id", "CartPole-v1", "--steps-per-epoch", "400"]
 
 
@@ -209,21 +209,16 @@ def test_help(script, capsys):
     assert "discount factor (default: 0.99)" in out
 
 
-@pytest.mark.parametrize(
-    "signum, ranks",
-    [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGUSR1, 1), (signal.SIGINT, 2)],
-)
+SIGNALS = [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGUSR1, 1), (signal.SIGINT, 2)]
+
+
+@pytest.mark.parametrize("signum, ranks", SIGNALS)
 def test_a_signal_ends_the_run_at_a_clean_cut(tmp_path, signum, ranks):
-    flags = [*QUICK, "--epochs", 500, "--save-freq", 500, "--data-dir", tmp_path, "--exp-name", "r"]
-    process = subprocess.Popen(
-        command("ppo_torch", *flags, ranks=ranks),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    flags = ["--epochs", 500, "--epoch-seconds", 0.2, "--data-dir", tmp_path, "--exp-name", "r"]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     directory = run_dir(tmp_path, "r")
-    table = directory / "progress.txt"
-    wait_for(lambda: table.exists() and table.read_text().count("\n") > 3)
+    process = subprocess.Popen(command(FAKE, *flags, ranks=ranks), **pipes)
+    wait_for(lambda: len(saved_epochs(directory)) > 2)
     process.send_signal(signum)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 128 + signum or (process.returncode and ranks > 1)

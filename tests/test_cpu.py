@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -62,18 +63,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_cpus_are_left_alone(tmp_path, monkeypatch, kind):
-    if OTHERS[kind]:
-        (tmp_path / "cpuinfo").write_text(OTHERS[kind])
-    if kind == "off":
-        monkeypatch.setenv("TORCH_MKL_AMD", "0")
-    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
-    monkeypatch.setattr(cpu.ctypes, "CDLL", lambda *args: pytest.fail("a library was opened"))
-    cpu.switch_mkl(LIBRARY)
-    assert cpu.mkl == "default"
-
-
 class Hardened:
     """MKL's function, and a kernel that lets no code be changed."""
 
@@ -83,15 +72,21 @@ class Hardened:
         return -1
 
 
-@pytest.mark.parametrize("library", [None, object(), Hardened()], ids=["none", "other", "hardened"])
-def test_whatever_fails_leaves_torch_as_it_is(tmp_path, monkeypatch, library):
-    (tmp_path / "cpuinfo").write_text(AMD)
+LIBRARIES = {"missing": OSError(), "without MKL": object(), "hardened": Hardened()}
+
+
+@pytest.mark.parametrize("kind", [*OTHERS, *LIBRARIES])
+def test_other_cpus_and_libraries_are_left_alone(tmp_path, monkeypatch, kind):
+    if info := OTHERS.get(kind, AMD):
+        (tmp_path / "cpuinfo").write_text(info)
+    if kind == "off":
+        monkeypatch.setenv("TORCH_MKL_AMD", "0")
     monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
-    if library:
-        monkeypatch.setattr(cpu.ctypes, "CDLL", lambda *args: library)
-    assert cpu.cpu_name() == "AuthenticAMD EPYC"
-    cpu.switch_mkl("missing.so")
-    assert cpu.mkl == "default"
+    opened = mock.Mock(side_effect=[LIBRARIES.get(kind)] * 2)
+    monkeypatch.setattr(cpu.ctypes, "CDLL", opened)
+    cpu.switch_mkl("library.so")
+    assert kind in OTHERS or cpu.cpu_name() == "AuthenticAMD EPYC"
+    assert cpu.mkl == "default" and opened.called == (kind in LIBRARIES)
 
 
 def test_config_names_cpu_and_mkl(tmp_path):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, Args, contents
+from conftest import FAKE, ROOT, Args, Buffer, contents
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
@@ -26,7 +26,6 @@ from benchmark import test_policy as tp
 from common import UsageError, logger
 from common.serialization import convert_json
 
-FAKE = ROOT / "tests" / "fake_script.py"
 TIMES = int(os.environ.get("FUZZ", "1"))
 
 
@@ -46,15 +45,6 @@ def quick(tmp_path_factory):
         yield
 
 
-class Buffer:
-    """A replay buffer of four rows after `count` transitions."""
-
-    def __init__(self, count=0):
-        self.data, self.count = np.zeros((4, 1), np.float32), count
-        for i in range(count):
-            self.data[i % 4] = i
-
-
 @pytest.fixture(scope="module")
 def run_on_disk(tmp_path_factory):
     """A run of three rows, the last of them after the newest checkpoint."""
@@ -69,7 +59,7 @@ def run_on_disk(tmp_path_factory):
         run.log_tabular("Time", 1.0)
         run.dump_tabular()
         if epoch < 3:
-            run.save_state(dict(policy), {"w": np.full(3, epoch)}, Buffer(3 * epoch))
+            run.save_state(dict(policy), {"w": np.full(3, epoch)}, Buffer(4, 3 * epoch))
     run.close_lock()
     return run.output_dir
 
@@ -81,7 +71,7 @@ def copy(run_on_disk, data_dir, name="r"):
 def resume(data_dir, **more):
     """(state, epoch, replay buffer) that a run with --resume starts from."""
     args = Args(**{"data_dir": str(data_dir), "exp_name": "r", "resume": True, "epochs": 5} | more)
-    run, buffer = logger.start_run(args, "x.py"), Buffer()
+    run, buffer = logger.start_run(args, "x.py"), Buffer(4)
     try:
         return run.load_state(buffer), run.epoch, buffer
     finally:
@@ -137,7 +127,7 @@ def test_a_damaged_run_is_resumed_or_left_alone(run_on_disk, capsys, rng):
             assert changed <= free
         else:
             assert epoch in (1, 2) and (state["w"] == epoch).all()
-            assert buffer.count == 3 * epoch and (buffer.data == Buffer(3 * epoch).data).all()
+            assert buffer.count == 3 * epoch and (buffer.data == Buffer(4, 3 * epoch).data).all()
             if "progress.txt" not in hurt:
                 rows = files["progress.txt"].splitlines(keepends=True)
                 assert (target / "progress.txt").read_bytes() == b"".join(rows[: epoch + 1])

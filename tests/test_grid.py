@@ -19,13 +19,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, contents, processes, read_status, run, wait_for
+from conftest import FAKE, GRID, ROOT, contents, processes, read_status, run, wait_for
 
 from benchmark import flags, grid, launch
 from common import UsageError
 
-FAKE = ROOT / "tests" / "fake_script.py"
-GRID = ROOT / "benchmark" / "grid.py"
 SCRIPTS = sorted((ROOT / "algos").glob("*.py"))
 
 

@@ -428,35 +428,6 @@ def test_ranks_agree(name, tmp_path):
     assert table.TotalEnvInteracts.tolist() == [200, 400, 600]
 
 
-AVERAGED = """
-import torch
-from common.mpi_pytorch import MpiAdamOptimizer, mpi_compile
-from common.mpi_tools import *
-x = torch.randn(10, 8, 4, generator=torch.Generator().manual_seed(0))
-ours, theirs = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
-ours.load_state_dict({"weight": torch.ones(3, 4), "bias": torch.ones(3)})
-theirs.load_state_dict(ours.state_dict())
-optimizer = MpiAdamOptimizer(ours.parameters(), 1e-2)
-adam = torch.optim.Adam(theirs.parameters(), 1e-2)
-def update(batch):
-    optimizer.minimize((ours(batch) ** 4).mean())
-update = mpi_compile(update)
-for batch in x:
-    update(batch[proc_id() * 8 // num_procs() : (proc_id() + 1) * 8 // num_procs()])
-    adam.zero_grad()
-    (theirs(batch) ** 4).mean().backward()
-    adam.step()
-for p, q in zip(ours.parameters(), theirs.parameters()):
-    torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
-"""
-
-
-@pytest.mark.slow
-def test_compiled_averages_are_those_of_the_whole_batch(tmp_path):
-    """A compiled step of two ranks with half a batch each, against torch.optim.Adam with all."""
-    mpi(tmp_path, AVERAGED, 2)
-
-
 # What a run leaves --------------------------------------------------------------------------------
 
 

@@ -92,14 +92,8 @@ def test_commands_run_as_written(tmp_path):
         if command.startswith("diff"):
             assert all((tmp_path / w).exists() for w in shlex.split(command)[1:] if "/" in w)
             continue
-        result = subprocess.run(
-            ["bash", "-c", shortened(command)],
-            cwd=tmp_path,
-            env={"PATH": PATH, "HOME": str(tmp_path), "MPLBACKEND": "Agg"},
-            capture_output=True,
-            text=True,
-            timeout=400,
-        )
-        assert result.returncode == 0, (
-            f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
-        )
+        options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 400}
+        options["env"] = {"PATH": PATH, "HOME": str(tmp_path), "MPLBACKEND": "Agg"}
+        result = subprocess.run(["bash", "-c", shortened(command)], **options)
+        text = f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
+        assert result.returncode == 0, text

@@ -8,10 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, read_status, run, wait_for
-
-FAKE = ROOT / "tests" / "fake_script.py"
-GRID = ROOT / "benchmark" / "grid.py"
+from conftest import FAKE, GRID, progress, read_status, run, wait_for
 
 
 @functools.cache
@@ -43,11 +40,6 @@ def submit(directory, *args, **env):
 def queued(name):
     words = ["squeue", "--noheader", f"--name={name}", "--format=%i %T"]
     return subprocess.run(words, capture_output=True, text=True).stdout.splitlines()
-
-
-def returns(directory):
-    lines = (directory / "progress.txt").read_text().splitlines()[1:]
-    return [line.split("\t")[1] for line in lines]
 
 
 def test_job_files(tmp_path):
@@ -99,12 +91,12 @@ def test_a_job_array_is_warned_requeued_and_resumed(tmp_path):
     wait_for(lambda: table.exists() and table.read_text().count("\n") > 2)
     subprocess.run(["scancel", "--batch", "--signal=USR1", f"{job}_1"], check=True)
     wait_for(lambda: f"{job}_1 PENDING" in queued(name))
-    assert read_status(runs[0])["status"] == "interrupted" and 2 <= len(returns(runs[0])) < 12
+    assert read_status(runs[0])["status"] == "interrupted" and 2 <= len(progress(runs[0])) < 12
 
     wait_for(lambda: not queued(name))
     for seed, directory in enumerate(runs):
         assert read_status(directory)["status"] == "finished"
-        assert returns(directory) == [str(100 * seed + k) for k in range(1, 13)]
+        assert progress(directory).AverageEpRet.tolist() == [100 * seed + k for k in range(1, 13)]
         assert json.loads((directory / "config.json").read_text())["ranks"] == 2
     assert "nothing to submit" in submit(tmp_path).stdout
 
@@ -126,8 +118,5 @@ def test_what_sbatch_refuses_is_one_line(tmp_path):
     write_sweep(tmp_path, "", 'partition = "nowhere"')
     done = submit(tmp_path)
     assert done.returncode == 2
-    assert (
-        done.stderr.startswith("grid.py: error: sweep.toml: sbatch: ")
-        and done.stderr.count("\n") == 1
-    )
-    assert "partition" in done.stderr
+    assert done.stderr.startswith("grid.py: error: sweep.toml: sbatch: ")
+    assert done.stderr.count("\n") == 1 and "partition" in done.stderr

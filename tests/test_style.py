@@ -79,11 +79,7 @@ SAME = [
     ("compute_loss_q", ("td3", "sac")),
 ]
 # Lines that may differ in any block: what the framework calls its state, an algorithm's columns.
-FREE_LINES = (
-    r"^ *state = ",
-    r"^ *save_model\(",
-    r'^ *for key in \("Entropy",',
-)
+FREE_LINES = (r"^ *state = ", r"^ *save_model\(", r'^ *for key in \("Entropy",')
 
 
 def traits(script):
@@ -197,9 +193,8 @@ def code_lines(path):
     text = path.read_text()
     drop = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(
-            node
-        ):
+        documented = isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+        if documented and ast.get_docstring(node):
             drop |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
