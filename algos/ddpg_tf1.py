@@ -75,7 +75,7 @@ class Args:
     update_after: PosInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank per block of update_every * ranks gradient steps
     num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
-    polyak: Unit = 0.995  # how much of the target networks a gradient step keeps
+    polyak: Unit = 0.995  # share of the target networks that a gradient step keeps
     # DDPG
     pi_lr: PosFloat = 1e-3  # learning rate of the policy
     q_lr: PosFloat = 1e-3  # learning rate of the Q function
@@ -234,7 +234,7 @@ def train(args):
         UsageError: bad input; nothing was written.
         FloatingPointError: an observation, reward, loss or parameter became NaN or infinite.
     """
-    # Set-up: what cannot work is refused before anything is written.
+    # Set-up: bad input is refused before anything is written.
     sess = setup_tf1_for_mpi(parallel_ops=True)
     env, test_env = (make_env(args.env_id, args.env_kwargs, (Box,), bounded=True) for _ in range(2))
     obs_dim, action_space = env.observation_space.shape[0], env.action_space

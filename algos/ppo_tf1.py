@@ -80,15 +80,15 @@ class Args:
     gamma: Unit = 0.99  # discount factor
     hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
-    minibatch_size: NonNegInt = 0  # samples in each step on V, and on PPO's policy; 0: the epoch's
-    norm_obs: bool = False  # learn from observations less their mean, over their standard deviation
-    norm_rew: bool = False  # learn from rewards over the standard deviation of discounted returns
+    minibatch_size: NonNegInt = 0  # samples per step on V, and on PPO's policy; 0: all of the epoch
+    norm_obs: bool = False  # normalize observations by their mean and standard deviation so far
+    norm_rew: bool = False  # normalize rewards by the standard deviation of discounted returns
     # PPO
     clip_ratio: PosFloat = 0.2  # eps: how far the objective rewards moving the policy
     pi_lr: PosFloat = 3e-4  # learning rate of the policy
     anneal_lr: bool = False  # lower pi_lr linearly, to 0 at the end of the run
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
-    train_pi_iters: NonNegInt = 80  # most policy steps per epoch
+    train_pi_iters: NonNegInt = 80  # maximum number of policy steps per epoch
     train_v_iters: NonNegInt = 80  # value function steps per epoch
     lam: Unit = 0.97  # lambda of GAE
     target_kl: PosFloat = 0.01  # policy steps end at 1.5 times this KL divergence
@@ -215,8 +215,8 @@ def to_env(a, space):
 class GAEBuffer:
     """One epoch of this rank's experience, and once it is full, advantages and returns.
 
-    `stats` are of the observations, and in the last column the discounted returns so far, of all
-    ranks and epochs: what `norm_obs` and `norm_rew` normalize by. They change in `get` alone.
+    `stats` holds statistics over all ranks and epochs: of the observations and, in the last column,
+    of the discounted returns so far. `norm_obs` and `norm_rew` use them, and `get` updates them.
     """
 
     def __init__(self, obs_dim, action_space, size, gamma, lam, norm_obs=False, norm_rew=False):
@@ -286,9 +286,9 @@ class GAEBuffer:
 
 
 def minibatches(iters, minibatch_size, size, rng):
-    """The steps, out of `size`, that each of `iters` gradient steps learns from: indices.
+    """Indices of the samples, out of `size`, for each of `iters` gradient steps.
 
-    They are drawn at random, none again before all others. A minibatch_size of 0 stands for all.
+    Each sample is drawn once before any is drawn again; all are taken if minibatch_size is 0.
     """
     if minibatch_size == 0:
         return [slice(None)] * iters
@@ -338,7 +338,7 @@ def train(args):
         UsageError: bad input; nothing was written.
         FloatingPointError: an observation, reward, loss or parameter became NaN or infinite.
     """
-    # Set-up: what cannot work is refused before anything is written.
+    # Set-up: bad input is refused before anything is written.
     sess = setup_tf1_for_mpi()
     env = make_env(args.env_id, args.env_kwargs, (Box, Discrete))
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
@@ -387,7 +387,7 @@ def train(args):
     def update(rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
         obs, act, adv, ret, val = buf.get(values)
-        ret_std = buf.stats.std[-1] if args.norm_rew else 1  # V learns in units of it
+        ret_std = buf.stats.std[-1] if args.norm_rew else 1  # the unit of V
         batch = {obs_ph: obs, act_ph: act, adv_ph: adv, ret_ph: ret}
         batch[logp_old_ph] = sess.run(logp, batch)
         loss_pi_old, loss_v_old, *_ = sess.run(losses, batch)
@@ -401,7 +401,7 @@ def train(args):
             if sess.run((too_far, train_pi), minibatch)[0]:
                 break
 
-        # Value function: trained after the policy has stopped, too; its targets are still right.
+        # Value function: it takes all of its steps, even if the policy stopped early.
         for part in minibatches(args.train_v_iters, minibatch_size, len(obs), rng):
             sess.run(train_v, {obs_ph: obs[part], ret_ph: ret[part]})
 

@@ -83,12 +83,12 @@ class Args:
     update_after: PosInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank per block of update_every * ranks gradient steps
     num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
-    polyak: Unit = 0.995  # how much of the target networks a gradient step keeps
+    polyak: Unit = 0.995  # share of the target networks that a gradient step keeps
     # TD3
     pi_lr: PosFloat = 1e-3  # learning rate of the policy
     q_lr: PosFloat = 1e-3  # learning rate of the Q functions
     act_noise: NonNegFloat = 0.1  # standard deviation of the noise on actions in [-1, 1]
-    target_noise: NonNegFloat = 0.2  # the same of the noise on the target policy's actions
+    target_noise: NonNegFloat = 0.2  # standard deviation of the noise on target actions
     noise_clip: NonNegFloat = 0.5  # bound of that noise
     policy_delay: PosInt = 2  # gradient steps of the Q functions for each one of the policy
 
@@ -259,7 +259,7 @@ def train(args):
         UsageError: bad input; nothing was written.
         FloatingPointError: an observation, reward, loss or parameter became NaN or infinite.
     """
-    # Set-up: what cannot work is refused before anything is written.
+    # Set-up: bad input is refused before anything is written.
     device = setup_pytorch_for_mpi(args.device)
     env, test_env = (make_env(args.env_id, args.env_kwargs, (Box,), bounded=True) for _ in range(2))
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
