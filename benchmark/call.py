@@ -1,7 +1,7 @@
 """One run of a function for grid.py: `python call.py JSON`, the same on every rank.
 
-As a script's run directory does, the directory `call` in the function's holds a config.json, a
-status.json, and a lock while the function runs.
+The run directory of a function has a subdirectory `call`. Like a script's run directory, it holds
+config.json, status.json and, while the function runs, a lock.
 """
 
 import fcntl
@@ -47,7 +47,7 @@ def main(text):
 
 
 def _read(table):
-    """What JSON cannot hold: a function or class by its name, or one that makes an environment."""
+    """Decode what JSON cannot hold: a function or class, or a function that makes an environment."""
     if table.keys() == {"$import"}:
         return load(*table["$import"])
     if table.keys() == {"$make"}:

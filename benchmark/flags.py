@@ -24,12 +24,12 @@ from common.serialization import printable, read_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL = Path(__file__).with_name("call.py")
-# Flags that a sweep sets: by its name, at the top of its file, or by itself.
+# Flags that [params] cannot set: grid.py does, from the top of the sweep or by itself.
 RESERVED = ("exp_name", "data_dir", "num_cpu", "datestamp", "resume", "overwrite")
 
 
 def find(thunk):
-    """The Script or Function that a path, "module:function" or a function stands for.
+    """The Script or Function for a path, a "module:function" name or a function.
 
     Raises:
         UsageError: there is none, or it cannot be imported by name.
@@ -176,7 +176,7 @@ def read_args(path):
 class Function:
     """A function that every rank imports by its name and calls with keyword arguments."""
 
-    record = "call"  # apart from the files of a logger that the function may have
+    record = "call"  # separate from the files of the function's own logger
     free = frozenset()
 
     def __init__(self, function):
@@ -197,7 +197,7 @@ class Function:
         return False
 
     def arguments(self, given):
-        """The arguments of a call: of seed and logger_kwargs, what the function asks for.
+        """The arguments of a call; seed and logger_kwargs only if the function takes them.
 
         As in Spinning Up, env_name becomes env_fn, a function that makes the environment.
         """

@@ -32,7 +32,7 @@ A sweep file:
     partition = "cpu"
     time = "4:00:00"
 
-Of several scripts, each gets those arguments that it has. Run again, a sweep skips what is finished
+With several scripts, each gets the arguments that it has. Run again, a sweep skips what is finished
 and resumes what was interrupted; failed runs are tried again with --retry-failed. A directory that
 holds a run with other arguments is left as it is: give the sweep another name. More epochs make a
 run longer, if it still has its checkpoints. Ctrl-C stops all runs at the end of their epochs, a
@@ -108,7 +108,7 @@ class ExperimentGrid:
         Args:
             key: an argument's name; colons reach into a table ("env_kwargs:speed").
             vals: its values, a list; anything else, a tuple too, is the only value.
-            shorthand: what stands for it in names; by default its first three letters.
+            shorthand: its abbreviation in names; by default the first three letters.
             in_name: name it even if it has one value. (seed is never in a name.)
 
         Raises:

@@ -1,4 +1,4 @@
-"""Runs of a sweep as processes: where each stands on disk, starting, watching and stopping them."""
+"""Runs of a sweep as processes: their state on disk; starting, watching and stopping them."""
 
 import contextlib
 import csv
@@ -84,7 +84,7 @@ def command(run):
 
 
 def status(run):
-    """Where a run stands, by its directory: (word, detail).
+    """The state of a run, read from its directory: (word, detail).
 
     new: nothing there. finished. interrupted: stopped or killed, or finished with fewer epochs than
     now asked for. failed: detail is the error. in use: a process is at work on it. another run: it
@@ -126,7 +126,7 @@ def in_use(run):
 
 
 def patient_status(run, seconds):
-    """`status`, waiting for the ranks of a sweep or mpirun that has just died to die too."""
+    """`status`, after waiting for the ranks of a sweep or mpirun that was just killed."""
     deadline = time.monotonic() + seconds
     while (found := status(run))[0] == "in use" and time.monotonic() < deadline:
         time.sleep(POLL)
@@ -145,7 +145,7 @@ def read_progress(run):
 
 
 def sort_out(runs, retry_failed):
-    """The runs that are left to do; the outcome of the others is set."""
+    """Return the runs that are left to do; set the outcome of the others."""
     todo = []
     for run in runs:
         word, run.detail = patient_status(run, 3)
@@ -284,7 +284,7 @@ def ended(run, code, stopping):
 
 
 def say(text):
-    """Print, also where nobody reads any more (`| head -1`): the runs go on."""
+    """Print a line. A closed pipe (`| head -1`) is no error: the runs go on."""
     try:
         print(text, flush=True)
     except BrokenPipeError:

@@ -4,7 +4,7 @@
     python benchmark/plot.py data/ppo data/trpo --legend PPO TRPO --smooth 11 --est median
 
 A logdir is a directory that contains runs, at any depth. If there is no such directory, it is a
-prefix: `data/ppo` then stands for every directory in data/ whose name starts with "ppo". An
+prefix: `data/ppo` then means every directory in data/ whose name starts with "ppo". An
 existing directory always wins over a prefix; `data/ppo_` leaves out data/ppo.
 
 Runs with the same `exp_name` (in config.json) are seeds of one experiment and make one curve. Each
@@ -149,7 +149,7 @@ def get_datasets(logdir, condition=None, select=(), exclude=()):
 def expand_logdirs(logdirs):
     """The directories that `logdirs`, directories or prefixes, stand for.
 
-    Raises ValueError for one that stands for nothing. A prefix of several directories is reported
+    Raises ValueError for one that matches nothing. A prefix of several directories is reported
     on stderr, so that nothing is averaged unnoticed.
     """
     found = []

@@ -1,4 +1,4 @@
-"""A sweep as a Slurm job array: one task a run, requeued until the run is finished.
+"""A sweep as a Slurm job array: one task per run, requeued until the run is finished.
 
 Slurm warns a task some time before its limit; the run then ends its epoch, saves, and the task
 puts itself back into the queue, where it resumes. Tasks that Slurm preempts or whose node dies are

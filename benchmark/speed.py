@@ -1,4 +1,4 @@
-"""How fast a script trains, and against whom.
+"""How fast a script trains, and how that compares.
 
     python benchmark/speed.py ranks ppo_torch               two ranks against one
     python benchmark/speed.py pair ppo_tf1 ppo_torch        two scripts side by side

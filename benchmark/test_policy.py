@@ -56,7 +56,7 @@ class Args:
     run_dir: Positional[Path]  # directory of a run
     episodes: Annotated[PosInt, arg(aliases=["-n"])] = 10  # number of episodes
     deterministic: Annotated[bool, arg(aliases=["-d"])] = False  # the mean or mode, not a sample
-    # Most steps of an episode; -1: the run's max_ep_len; 0: the environment's limit alone.
+    # Maximum steps per episode; -1: the run's max_ep_len; 0: the environment's limit alone.
     len: Annotated[int, Range("at least -1", lambda x: x >= -1), arg(aliases=["-l"])] = -1
     seed: NonNegInt = 0  # of environment and actions
     itr: Annotated[int | Literal["last", "best"], arg(aliases=["-i"])] = "last"  # epoch of a save
@@ -76,7 +76,7 @@ def read_policy(path):
         the file by name.
 
     Raises:
-        UsageError: it is missing, holds pickles, more than it should, or no policy.
+        UsageError: it is missing, holds pickles, compressed arrays or no policy.
     """
     try:
         arrays = read_npz(path)
@@ -206,7 +206,7 @@ def load_env(run_dir, render_mode=None):
 
     from common.cli import make_env
 
-    gym.logger.min_level = gym.logger.ERROR  # the environment's version is the run's affair
+    gym.logger.min_level = gym.logger.ERROR  # which version of an environment to use is the run's choice
     spaces = gym.spaces.Box, gym.spaces.Discrete
     mode = {"render_mode": render_mode} if render_mode else {}
     try:

@@ -110,7 +110,7 @@ class MpiAdamOptimizer:
         with tf.control_dependencies([tf.assign_add(self.step, 1)]):
             steps = tf.cast(self.step.read_value(), tf.float64)
         correction1, correction2 = (1 - np.float64(b) ** steps for b in (self.beta1, self.beta2))
-        # The kernel is handed bias corrections of its own as done (powers of 0): it then computes
+        # Beta powers of 0 switch off the kernel's own bias correction. It then computes
         # var -= step_size m / (sqrt(v) + epsilon sqrt(correction2)), which is torch's step.
         step_size = tf.cast(self.learning_rate * tf.sqrt(correction2) / correction1, tf.float32)
         epsilon = tf.cast(self.epsilon * tf.sqrt(correction2), tf.float32)

@@ -201,7 +201,7 @@ def rank_share(name, total):
     """This rank's share of a total over all ranks, an int.
 
     Raises:
-        UsageError: the ranks do not divide it; a remainder would be lost in silence.
+        UsageError: the ranks do not divide it; a remainder would be lost silently.
     """
     if total % num_procs():
         raise UsageError(f"{name} {total} is not a multiple of the {num_procs()} ranks")

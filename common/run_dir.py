@@ -28,7 +28,7 @@ RUN_FILES = ["config.json", "progress.txt", "status.json", "policy*.npz", "event
 HALF_WRITTEN = [".*.tmp", "torch_save/.*.tmp"]  # by a process that was killed
 MAX_NAME = 200  # bytes of an experiment's name; a date and a seed are added to it
 STATUSES = ("running", "finished", "interrupted", "failed")
-# Flags that may change when a run is resumed: they do not touch its numbers.
+# Flags that may change when a run is resumed: they do not affect its numbers.
 FREE_TO_CHANGE = {"epochs", "save_freq", "snapshots", "data_dir", "resume", "overwrite"}
 FREE_TO_CHANGE |= {"datestamp", "num_cpu"}
 
@@ -158,7 +158,7 @@ def check_resume(directory, config, fixed):
     try:
         status = read_status(directory)
     except (OSError, ValueError) as e:
-        # A checkpoint knows where the run stands. Without one, the run may be finished: then its
+        # A checkpoint says how far the run is. Without one, the run may be finished: then its
         # table must not be started anew.
         if started and not has_checkpoint:
             raise UsageError(f"cannot resume: {printable(e)}, and there is no checkpoint") from e
