@@ -47,7 +47,7 @@ def main(text):
 
 
 def _read(table):
-    """Decode what JSON cannot hold: a function or class, or a function that makes an environment."""
+    """Decode what JSON cannot hold: functions, classes, functions that make an environment."""
     if table.keys() == {"$import"}:
         return load(*table["$import"])
     if table.keys() == {"$make"}:

@@ -206,7 +206,7 @@ def load_env(run_dir, render_mode=None):
 
     from common.cli import make_env
 
-    gym.logger.min_level = gym.logger.ERROR  # which version of an environment to use is the run's choice
+    gym.logger.min_level = gym.logger.ERROR  # hide that there are newer versions
     spaces = gym.spaces.Box, gym.spaces.Discrete
     mode = {"render_mode": render_mode} if render_mode else {}
     try:

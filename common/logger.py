@@ -7,8 +7,8 @@
         logger.log_tabular("EpRet", with_min_and_max=True)
         logger.dump_tabular()
 
-`EpochLogger` has Spinning Up's methods and writes its file formats, which tools made for Spinning Up
-can read. All methods are called by all ranks together; rank 0 writes.
+`EpochLogger` has Spinning Up's methods and writes its file formats, so tools made for Spinning Up can
+read them. All methods are called by all ranks together; rank 0 writes.
 """
 
 import contextlib
