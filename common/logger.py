@@ -7,7 +7,7 @@
         logger.log_tabular("EpRet", with_min_and_max=True)
         logger.dump_tabular()
 
-`EpochLogger` has Spinning Up's methods and writes its file formats, so tools made for Spinning Up can
+`EpochLogger` has the methods and file formats of Spinning Up's, so tools made for Spinning Up can
 read them. All methods are called by all ranks together; rank 0 writes.
 """
 
