@@ -120,13 +120,18 @@ with torch.no_grad():
 sync_params(ours)
 optimizer = MpiAdamOptimizer(ours.parameters(), 1e-2, beta1=0.8)
 adam = torch.optim.Adam(theirs.parameters(), 1e-2, betas=(0.8, 0.999))
+def gradients(batch):
+    return optimizer.compute_gradients((ours(batch) ** 4).mean())
 def update(batch):
-    optimizer.minimize((ours(batch) ** 4).mean())
+    optimizer.apply_gradients(gradients(batch))
 update = mpi_compile(update) if sys.argv[1:] else update
 for i, batch in enumerate(x):
-    update(batch[proc_id() * 8 // num_procs() : (proc_id() + 1) * 8 // num_procs()])
+    mine = batch[proc_id() * 8 // num_procs() : (proc_id() + 1) * 8 // num_procs()]
     adam.zero_grad()
     (theirs(batch) ** 4).mean().backward()
+    for g, q in zip(gradients(mine), theirs.parameters()):  # Adam forgives a wrong scale
+        torch.testing.assert_close(g, q.grad, rtol=1e-4, atol=1e-4)
+    update(mine)
     adam.step()
     if i == 9 and not sys.argv[1:]:
         saved = state_dicts({"adam": optimizer})

@@ -95,5 +95,4 @@ def test_commands_run_as_written(tmp_path):
         options = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 400}
         options["env"] = {"PATH": PATH, "HOME": str(tmp_path), "MPLBACKEND": "Agg"}
         result = subprocess.run(["bash", "-c", shortened(command)], **options)
-        text = f"{command}\n{result.stdout[-2000:]}\n{result.stderr[-2000:]}"
-        assert result.returncode == 0, text
+        assert result.returncode == 0, f"{command}\n{(result.stdout + result.stderr)[-4000:]}"

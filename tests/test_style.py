@@ -192,10 +192,9 @@ def code_lines(path):
     """The lines of a file without comments, docstrings and blank lines: {line number: text}."""
     text = path.read_text()
     drop = set()
-    for node in ast.walk(ast.parse(text)):
-        documented = isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
-        if documented and ast.get_docstring(node):
-            drop |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    for n in ast.walk(ast.parse(text)):
+        if isinstance(n, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(n):
+            drop |= set(range(n.body[0].lineno, n.body[0].end_lineno + 1))
     lines = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
