@@ -181,11 +181,11 @@ class Results:
         return np.interp(mark, steps, mean), np.interp(mark, steps, std)
 
     def best(self, algo, env):
-        """The best published elsewhere at 1M steps: a row of the table, or None."""
+        """The best published elsewhere at 1M steps: its mean, framework and task; "" for none."""
         table = self.published
         algos, envs = table.algo.str.lower().str.split("/").str[0], table.env.str.split("-v").str[0]
-        table = table[(algos == algo) & (envs == env)]
-        return None if table.empty else table.loc[table["mean"].idxmax()]
+        best = table[(algos == algo) & (envs == env)].nlargest(1, "mean").itertuples()
+        return "".join(f"{row.mean:.0f}, {row.framework}, {row.env}" for row in best)
 
 
 def interval(mean, std, n):
@@ -243,23 +243,23 @@ def returns(results, algos):
         for framework, title in FRAMEWORKS.items():
             cells = [published_cell(results, algo, framework, env) for env in ENVS]
             rows.append([f"Spinning Up's {name}, {title}", *cells])
-        best = [results.best(algo, env) for env in ENVS]
-        words = [b is not None and f"{b['mean']:.0f}, {b.framework}, {b.env}" for b in best]
-        rows.append([f"best {name} elsewhere, 1M", *words])
+        rows.append([f"best {name} elsewhere, 1M", *(results.best(algo, env) for env in ENVS)])
     rows = [row for row in rows if any(row[1:])]
     return markdown(["", *ENVS], [[c or "–" for c in row] for row in rows])
 
 
 def summary(results):
-    """The scripts' lengths and our returns, a row for each script."""
-    rows = []
+    """The scripts' lengths, speeds in their runs on HalfCheetah, and returns, a row for each."""
+    runs = results.runs[(results.runs.env == "HalfCheetah-v4") & (results.runs.settings == "plain")]
+    speeds, rows = (runs.steps / runs.seconds).groupby(runs.script).median(), []
     for algo in sum(FAMILIES.values(), ()):
         for framework in FRAMEWORKS:
             script = f"algos/{algo}_{framework}.py"
             cells = [our_cell(results, algo, framework, env) or "–" for env in ENVS]
             lines = len((ROOT / script).read_text().splitlines())
-            rows.append([f"[{Path(script).name}]({script})", lines, *cells])
-    return markdown(["", "lines", *ENVS], rows)
+            speed = f"{speeds.get(Path(script).stem, np.nan):.0f}".replace("nan", "–")
+            rows.append([f"[{Path(script).name}]({script})", lines, speed, *cells])
+    return markdown(["", "lines", "steps/s", *ENVS], rows)
 
 
 def cost(results):
