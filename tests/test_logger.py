@@ -342,7 +342,7 @@ def test_spinning_ups_methods(tmp_path, monkeypatch):
 @pytest.mark.parametrize("number, model", [(0, "torch_save/model.pt"), (1, "tf1_save/*.pb")])
 def test_a_program_of_ones_own(tmp_path, number, model):
     """The README's examples: their loss falls, and they leave a table, events and networks."""
-    text = (ROOT / "README.md").read_text().split("## Use the logger in your own program")[1]
+    text = (ROOT / "README.md").read_text().split("### The logger in your own program")[1]
     example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
     assert len(example.splitlines()) < 25
     mpi(tmp_path, example, 1, env={"TMPDIR": str(tmp_path)}, cwd=tmp_path)
