@@ -344,11 +344,11 @@ def figure(results, algos, settings=("plain",), height=1.35):
             ax.set_ylabel(env, fontweight="bold")
         fig.align_ylabels(axes[:, 0])
         lines = {"ours, PyTorch": ("torch", "-"), "ours, TensorFlow 1": ("tf1", "-")}
-        lines |= {f"ours, PyTorch, {other}": (other, "-") for other in settings[1:]}
+        lines |= {f"ours, {other}": (other, "-") for other in settings[1:]}
         lines |= {"Spinning Up (2020), PyTorch": ("published", (0, (4, 1.5)))}
         lines |= {"Spinning Up (2020), TensorFlow 1": ("published", (0, (1, 1)))}
         handles = [Line2D([], [], color=COLORS[c], ls=ls, lw=1.4) for c, ls in lines.values()]
-        more = {"ncols": len(lines), "fontsize": 8.5, "columnspacing": 1.2}
+        more = {"ncols": len(lines), "fontsize": 8, "columnspacing": 1.2}
         fig.legend(handles, lines, loc="upper center", **more)
         fig.text(0.5, 0.04 / size[1], "environment steps", ha="center")
         text = io.StringIO()
