@@ -63,16 +63,16 @@ OFF_POLICY = {"train_freq": 1, "gradient_steps": 1, "learning_starts": 100}
 OFF_POLICY |= {"policy_kwargs": {"net_arch": [256, 256]}}
 
 # What `table` measures, as one would ask for it on the command line.
+SHORT = "--epochs 2 --pairs 2"  # a pair of off-policy runs takes more than a minute
 ROWS = [
-    *("sb3 ppo_torch", "sb3 ppo_torch --compile", "sb3 ppo_torch --peer-switched"),
-    *("sb3 sac_torch", "sb3 sac_torch --batch-size 256"),
-    *("sbx sac_torch", "sbx sac_torch --batch-size 256"),
-    *("sb3 td3_torch", "sb3 ddpg_torch", "sb3 sac_torch --peer-switched"),
-    *(f"pair {algo}_tf1 {algo}_torch" for algo in ("vpg", "trpo", "ppo", "ddpg", "td3", "sac")),
-    *("ranks ppo_torch", "ranks sac_torch", "ranks ppo_torch --env-id Hopper-v4"),
-    "compile ppo_torch --epochs 50",
+    *("sb3 ppo_torch", "sb3 ppo_torch --peer-switched"),
+    *(f"{peer} sac_torch --batch-size {n} {SHORT}" for n in (100, 256) for peer in PEERS),
+    *(f"sb3 {algo}_torch {SHORT}" for algo in ("td3", "ddpg")),
+    *(f"pair {algo}_tf1 {algo}_torch" for algo in ("vpg", "trpo", "ppo")),
+    *(f"pair {algo}_tf1 {algo}_torch {SHORT}" for algo in ("ddpg", "td3", "sac")),
+    *("ranks ppo_torch", f"ranks sac_torch {SHORT}", "compile ppo_torch --epochs 50"),
 ]
-HEADER = ["speed.py", "first", "second", "ratio", "range", "ms a step", "floor", "notes"]
+HEADER = ["speed.py", "first", "second", "ratio", "range", "ms/step", "env", "products", "notes"]
 
 
 @dataclass
@@ -160,7 +160,7 @@ def products(script, o, a, B, policy_steps):
 
 
 def floor(script, args, table):
-    """Milliseconds that `env.step` and the matrix products of its share of the update take."""
+    """Milliseconds that `env.step` and the products of its share of the update take alone."""
     import torch
 
     from common.mpi_pytorch import setup_pytorch_for_mpi
@@ -184,7 +184,7 @@ def floor(script, args, table):
     start = time.perf_counter()
     for _ in range(2000):
         env.step(env.action_space.sample())
-    return total + (time.perf_counter() - start) / 2
+    return {"env": (time.perf_counter() - start) / 2, "products": total}
 
 
 def whole_runs(script, args):
@@ -213,8 +213,8 @@ def in_turn(args):
     ratios = [a / b for a, b in rates]
     first, second = (median(column) for column in zip(*rates, strict=True))
     row = {"first": first, "second": second, "ratio": median(ratios)}
-    row |= {"range": f"{min(ratios):.2f} to {max(ratios):.2f}", "ms a step": 1000 / first}
-    return row if args.what == "ranks" else row | {"floor": floor(script, args, table)}
+    row |= {"range": f"{min(ratios):.2f} to {max(ratios):.2f}", "ms/step": 1000 / first}
+    return row if args.what == "ranks" else row | floor(script, args, table)
 
 
 def measure(args):
@@ -226,7 +226,7 @@ def measure(args):
 
 def shown(row):
     """The row's cells as text."""
-    digits = {"first": 0, "second": 0, "ratio": 2, "ms a step": 3, "floor": 3}
+    digits = {"first": 0, "second": 0, "ratio": 2, "ms/step": 3, "env": 3, "products": 3}
     cells = {k: row[k] for k in HEADER if not pd.isna(row.get(k))}
     return {k: f"{v:.{digits[k]}f}" if k in digits else v for k, v in cells.items()}
 
