@@ -23,9 +23,14 @@ def _cpuinfo():
 
 
 def cpu_name():
-    """Maker and model of the CPU, such as "AuthenticAMD AMD EPYC"; "unknown" outside Linux."""
-    names = [_cpuinfo().get(key, "") for key in ("vendor_id", "model name")]
-    return " ".join(names).strip() or "unknown"
+    """Maker, model and generation, such as "AuthenticAMD AMD EPYC (family 26, model 2)".
+
+    "unknown" outside of Linux on x86.
+    """
+    name = "{vendor_id} {model name} (family {cpu family}, model {model})"
+    with contextlib.suppress(KeyError):
+        return name.format_map(_cpuinfo())
+    return "unknown"
 
 
 def switch_mkl(library):
