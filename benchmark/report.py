@@ -249,16 +249,17 @@ def returns(results, algos):
 
 
 def summary(results):
-    """The scripts' lengths, speeds in their runs on HalfCheetah, and returns, a row for each."""
-    runs = results.runs[(results.runs.env == "HalfCheetah-v4") & (results.runs.settings == "plain")]
-    speeds, rows = (runs.steps / runs.seconds).groupby(runs.script).median(), []
-    for algo in sum(FAMILIES.values(), ()):
-        for framework in FRAMEWORKS:
-            script = f"algos/{algo}_{framework}.py"
-            cells = [our_cell(results, algo, framework, env) or "–" for env in ENVS]
-            lines = len((ROOT / script).read_text().splitlines())
-            speed = f"{speeds.get(Path(script).stem, np.nan):.0f}".replace("nan", "–")
-            rows.append([f"[{Path(script).name}]({script})", lines, speed, *cells])
+    """The scripts' lengths, speeds by speed.py's newest rows of pairs, and returns."""
+    speeds, rows = {}, []
+    table = pd.read_csv(RESULTS / "speed.csv")[["speed.py", "first", "second"]]
+    for line, *rates in table[::-1].itertuples(index=False):  # the newest is the last to be seen
+        if line.startswith("pair "):
+            speeds |= dict(zip(line.split()[1:3], map("{:.0f}".format, rates), strict=True))
+    for algo, framework in [(a, f) for a in sum(FAMILIES.values(), ()) for f in FRAMEWORKS]:
+        script = f"{algo}_{framework}"
+        cells = [our_cell(results, algo, framework, env) or "–" for env in ENVS]
+        lines = len((ROOT / "algos" / f"{script}.py").read_text().splitlines())
+        rows.append([f"[{script}.py](algos/{script}.py)", lines, speeds.get(script, "–"), *cells])
     return markdown(["", "lines", "steps/s", *ENVS], rows)
 
 
@@ -391,8 +392,7 @@ def make(root=ROOT):
     for family, algos in FAMILIES.items():
         tables |= {family: returns(results, algos)} | {a: returns(results, [a]) for a in algos}
     files = {folder / "all.svg": figure(results, [a for f in FAMILIES.values() for a in f])}
-    labels = set(results.runs.settings)
-    settings = ["plain", *(label for label in ("normalised", "strong") if label in labels)]
+    settings = ["plain", *(x for x in ("normalised", "strong") if x in set(results.runs.settings))]
     files[folder / "on_policy.svg"] = figure(results, FAMILIES["on-policy"], settings, 1.7)
     files[folder / "off_policy.svg"] = figure(results, FAMILIES["off-policy"], height=1.7)
     for path in [root / "README.md", *sorted(folder.glob("*.md"))]:

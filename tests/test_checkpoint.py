@@ -29,8 +29,7 @@ def test_two_are_kept_and_the_newest_comes_back(tmp_path):
         saver.save(epoch, {**STATE, "t": epoch})
     assert sorted(p.name for p in tmp_path.glob("epoch_*")) == ["epoch_000002", "epoch_000003"]
     epoch, state = Checkpointer(tmp_path).load()
-    assert epoch == 3
-    assert repr(state) == repr({**STATE, "t": 3})
+    assert epoch == 3 and repr(state) == repr({**STATE, "t": 3})
 
 
 @pytest.mark.parametrize("damage", [flip_a_bit, truncate])

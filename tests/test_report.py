@@ -98,14 +98,13 @@ def test_returns_at_a_step_are_smoothed_by_seed_with_an_interval(tmp_path):
     mean, half, n = results.at(curves, 1_000_000)
     np.testing.assert_allclose(mean, np.mean(ends), rtol=1e-5)
     np.testing.assert_allclose(half, 4.303 * np.std(ends, ddof=1) / np.sqrt(3), rtol=1e-4)
-    assert n == 3
-    assert results.mark(curves[3:]) == 300_000 and results.mark([]) is None
+    assert n == 3 and results.mark(curves[3:]) == 300_000 and results.mark([]) is None
     text = report.our_cell(results, "ppo", "torch", "HalfCheetah")
     assert text == f"{mean:.0f} ± {half:.0f} (3) ▼"  # 1733 ± 521 is published
     assert report.our_cell(results, "ppo", "tf1", "HalfCheetah") == ""
 
 
-def test_published_numbers_are_those_of_the_reference(tmp_path):
+def test_published_numbers_are_those_of_the_reference(tmp_path, monkeypatch):
     write_run(tmp_path / "data", 0, [0.0] * 75, env="HalfCheetah-v4")
     report.collect([str(tmp_path / "data")], tmp_path)
     results = report.Results(tmp_path)
@@ -113,7 +112,10 @@ def test_published_numbers_are_those_of_the_reference(tmp_path):
     assert abs(mean - 1733.2) < 10 and abs(std - 520.6) < 10  # published_at_1m_steps.csv
     assert results.reference("trpo", "torch", "Hopper", 1_000_000) is None
     assert results.best("ppo", "Nothing") == ""
-    assert "| 2000 | 0 (1) ▼ at 300k |" in report.summary(results)  # 300k steps in 150 s
+    lines = ["sb3 ppo_torch,9,8", "pair ppo_tf1 ppo_torch,6,7", "pair ppo_tf1 ppo_torch --x,4,5"]
+    (tmp_path / "speed.csv").write_text("\n".join(["speed.py,first,second", *lines]))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    assert "| 7 | 0 (1) ▼ at 300k |" in report.summary(results)
     table = report.returns(results, ["ppo"])
     assert "| 5708, tianshou-pytorch, HalfCheetah-v3 |" in table
     assert re.search(r"\| \*\*PPO, PyTorch\*\* \| 0 \(1\) ▼ at 300k \| – \| – \| – \| – \|", table)
