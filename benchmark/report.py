@@ -161,11 +161,11 @@ class Results:
             curves.append((steps, plot.smooth_values(table["performance"], max(width, 1))))
         return curves
 
-    def mark(self, curves):
-        """The last of MARKS that half of the seeds have reached, None if there is none."""
-        ends = [x[-1] for x, _ in curves]
-        reached = [m for m in MARKS if 2 * sum(end >= m for end in ends) >= max(len(ends), 1)]
-        return reached[-1] if reached else None
+    def marks(self, curves):
+        """The last of MARKS that half of the seeds have reached, and the last that any has."""
+        longest = sorted(x[-1] for x, _ in curves)[len(curves) // 2 :]  # half of them
+        reached = [[m for m in MARKS if m <= end] for end in longest[:1] + longest[-1:]]
+        return sorted({marks[-1] for marks in reached if marks})
 
     def at(self, curves, mark):
         """(mean, half width of its 95 % interval, number of seeds) at `mark` steps."""
@@ -210,24 +210,22 @@ def cell(mean, half, n, mark, note=""):
 
 def our_cell(results, algo, framework, env, settings="plain"):
     """Our return, marked where it lies above (▲) or below (▼) the published band; "" for no run."""
-    curves = results.seeds(f"{algo}_{framework}", env, settings)
-    mark = results.mark(curves)
-    if mark is None:
-        return ""
-    mean, half, n = results.at(curves, mark)
-    find, note = results.reference, ""
-    band = find(algo, framework, env, mark) or find(algo, "tf1", env, mark)
-    if band and settings == "plain":
-        note = " ▲" if mean > band[0] + band[1] else " ▼" if mean < band[0] - band[1] else ""
-    return cell(mean, half, n, mark, note)
+    curves, find, texts = results.seeds(f"{algo}_{framework}", env, settings), results.reference, []
+    for mark in results.marks(curves):
+        mean, half, n = results.at(curves, mark)
+        band, note = find(algo, framework, env, mark) or find(algo, "tf1", env, mark), ""
+        if band and settings == "plain":
+            note = " ▲" if mean > band[0] + band[1] else " ▼" if mean < band[0] - band[1] else ""
+        texts.append(cell(mean, half, n, mark, note))
+    return "; ".join(texts)
 
 
 def published_cell(results, algo, framework, env):
     """Spinning Up's return, at the steps that ours have come to; "" where there is none."""
-    curves = [results.seeds(f"{algo}_{f}", env) for f in FRAMEWORKS]
-    mark = max([results.mark(c) for c in curves if results.mark(c)] or [MARKS[-1]])
-    found = results.reference(algo, framework, env, mark)
-    return cell(*interval(*found, 10), mark) if found else ""
+    ours = [results.seeds(f"{algo}_{f}", env) for f in FRAMEWORKS]
+    marks = {mark for curves in ours for mark in results.marks(curves)} or {MARKS[-1]}
+    found = [(results.reference(algo, framework, env, mark), mark) for mark in sorted(marks)]
+    return "; ".join(cell(*interval(*band, 10), mark) for band, mark in found if band)
 
 
 def returns(results, algos):
@@ -302,10 +300,10 @@ def draw_panel(ax, results, algo, env, end, settings):
         x, y = plot.stack_runs([pd.DataFrame({"x": x, "y": y}) for x, y in curves], "x", "y")
         if len(x):
             empty = False
+            color, mean = COLORS[framework if label == "plain" else label], np.nanmean(y, axis=0)
             half = 2 * (~np.isnan(y)).sum(axis=0) >= len(y)  # of the seeds have come so far
-            x, y = x[half], y[:, half]
-            color = COLORS[framework if label == "plain" else label]
-            draw_band(ax, x, np.nanmean(y, axis=0), np.nanstd(y, axis=0), color, {"lw": 1.4})
+            ax.plot(x[~half], mean[~half], color=color, lw=0.7)
+            draw_band(ax, x[half], mean[half], np.nanstd(y, axis=0)[half], color, {"lw": 1.4})
     if empty:
         ax.text(0.04, 0.96, "no run yet", transform=ax.transAxes, va="top", color=INK)
 
@@ -326,14 +324,14 @@ def figure(results, algos, settings=("plain",), height=1.35):
     style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color"), INK)
     style |= {"xtick.color": INK, "ytick.color": INK, "axes.titlesize": 9, "path.simplify": False}
     style |= {"grid.alpha": 0.25, "savefig.transparent": True}
-    steps = results.runs.groupby(results.runs.script.map(family_of)).steps.max()
+    ends = results.runs.groupby(results.runs.script.str.split("_").str[0]).steps.max()
     with matplotlib.rc_context(style):
         size = (10, 0.75 + height * len(ENVS))
         fig, axes = plt.subplots(len(ENVS), len(algos), figsize=size, sharex="col")
         margin = {"bottom": 0.42 / size[1], "top": 1 - 0.55 / size[1], "hspace": 0.2}
         fig.subplots_adjust(left=0.065, right=0.985, wspace=0.3, **margin)
         for ax, (env, algo) in zip(axes.flat, [(e, a) for e in ENVS for a in algos], strict=True):
-            end = steps.get(family_of(algo), MARKS[-1])
+            end = ends.get(algo, MARKS[-1])
             draw_panel(ax, results, algo, env, end, settings)
             ax.set_xlim(0, end)
             for axis, ticks in ((ax.xaxis, 2), (ax.yaxis, 3)):
