@@ -300,10 +300,12 @@ def draw_panel(ax, results, algo, env, end, settings):
         x, y = plot.stack_runs([pd.DataFrame({"x": x, "y": y}) for x, y in curves], "x", "y")
         if len(x):
             empty = False
-            color, mean = COLORS[framework if label == "plain" else label], np.nanmean(y, axis=0)
+            color = COLORS[framework if label == "plain" else label]
             half = 2 * (~np.isnan(y)).sum(axis=0) >= len(y)  # of the seeds have come so far
-            ax.plot(x[~half], mean[~half], color=color, lw=0.7)
-            draw_band(ax, x[half], mean[half], np.nanstd(y, axis=0)[half], color, {"lw": 1.4})
+            for seed in y[~np.isnan(y[:, ~half]).all(axis=1)]:  # those that went further
+                ax.plot(x, seed, color=color, lw=0.7)
+            x, y = x[half], y[:, half]
+            draw_band(ax, x, np.nanmean(y, axis=0), np.nanstd(y, axis=0), color, {"lw": 1.4})
     if empty:
         ax.text(0.04, 0.96, "no run yet", transform=ax.transAxes, va="top", color=INK)
 
