@@ -20,14 +20,17 @@ from gymnasium import spaces
 from common import UsageError, logger
 from common.args import check_args, parse_args
 from common.mpi_tools import barrier, mpi_abort, mpi_fork, num_procs, proc_id
+from common.serialization import printable
 
 OBSERVATIONS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
+OBSERVATIONS += (spaces.Tuple, spaces.Dict)  # of those above
 
 
 class CheckedEnv(gym.Wrapper):
-    """Refuses NaN and infinity, and observations and rewards of another shape than promised.
+    """Refuses NaN and infinity, and results of another form, type or shape than promised.
 
-    NumPy would broadcast some of these without an error: one number fills a whole row.
+    NumPy would broadcast some of these without an error: one number fills a whole row. Observations
+    are copies, since an environment may write the next one into the same array.
     """
 
     def __init__(self, env):
@@ -35,33 +38,57 @@ class CheckedEnv(gym.Wrapper):
         self.shape = env.observation_space.shape
 
     def reset(self, **kwargs):
-        o, info = self.env.reset(**kwargs)
-        self.check(o)
-        return o, info
+        try:
+            o, info = self.env.reset(**kwargs)
+            if not isinstance(info, dict):  # the second of an old-style observation's two numbers
+                raise ValueError(f"cannot unpack {printable(repr(info), 80)} as info")
+        except (TypeError, ValueError) as e:
+            self.explain(e, "reset", "observation, info")
+            raise
+        return self.checked(o), info
 
     def step(self, action):
         check_numbers("action", action)
-        o, r, terminated, truncated, info = self.env.step(action)
-        self.check(o)
+        try:
+            o, r, terminated, truncated, info = self.env.step(action)
+        except (TypeError, ValueError) as e:
+            self.explain(e, "step", "observation, reward, terminated, truncated, info")
+            raise
         if isinstance(r, np.ndarray | list | tuple):
             if np.size(r) != 1:
                 raise ValueError(f"{self.spec.id} gave a reward of shape {np.shape(r)}")
             r = np.asarray(r).item()
+        o = self.checked(o)
         check_numbers("reward", r)
         return o, r, terminated, truncated, info
 
-    def check(self, o):
-        if np.shape(o) != self.shape:
-            wrong = f"gave an observation of shape {np.shape(o)}, not {self.shape}"
+    def checked(self, o):
+        o = np.array(o)
+        if o.shape != self.shape:
+            wrong = f"gave an observation of shape {o.shape}, not {self.shape}"
             raise ValueError(f"{self.spec.id} {wrong} as its observation_space says")
         check_numbers("observation", o)
+        return o
+
+    def explain(self, error, method, wanted):
+        """Raise ValueError if `error` is that a method's results could not be told apart."""
+        if "unpack" in str(error):  # here, or in one of gymnasium's wrappers
+            text = f"{self.spec.id}: {method} must return ({wanted}): {error}"
+            raise ValueError(text) from error
 
 
 def check_numbers(name, x):
-    """Raise FloatingPointError if a number or an array holds a NaN or an infinity."""
+    """Raise FloatingPointError if a number or an array holds a NaN or an infinity.
+
+    Raises TypeError if it holds something else than numbers.
+    """
     # One product is quicker than looking at each element, and is finite if all of them are, unless
     # it overflows.
-    if not (math.isfinite(np.vdot(x, x)) or np.isfinite(x).all()):
+    try:
+        finite = math.isfinite(np.vdot(x, x)) or np.isfinite(x).all()
+    except (AttributeError, TypeError, ValueError) as e:
+        raise TypeError(f"{name} must be numeric, not {printable(repr(x), 80)}") from e
+    if not finite:
         raise FloatingPointError(f"{name} is NaN or infinite")
 
 
@@ -83,8 +110,8 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
             warnings.filterwarnings("ignore", ".*is out of date.*")
             # gymnasium's checker is for those who write environments, and slows every step.
             env = gym.make(env_id, disable_env_checker=True, **env_kwargs)
-    except (gym.error.Error, ImportError, TypeError, ValueError) as e:
-        raise UsageError(f"cannot make {env_id}: {' '.join(str(e).split())}") from e
+    except Exception as e:  # whatever the environment's own code raises on its arguments
+        raise UsageError(f"cannot make {env_id}: {type(e).__name__}: {printable(e)}") from e
     for space in _parts(env.observation_space):
         _check_space(f"{env_id} has {{}} observations", space, OBSERVATIONS)
         if isinstance(space, spaces.Box) and space.dtype == np.uint8 and len(space.shape) > 1:
@@ -97,6 +124,8 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
         raise UsageError(f"{env_id} has integer actions in a Box; supported: real numbers")
     if not isinstance(env.observation_space, spaces.Box) or len(env.observation_space.shape) != 1:
         env = gym.wrappers.FlattenObservation(env)
+    if env.observation_space.shape == (0,):
+        raise UsageError(f"{env_id} has empty observations: there is nothing to learn from")
     return CheckedEnv(env)
 
 

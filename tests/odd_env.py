@@ -111,6 +111,7 @@ class Odd(gym.Env):
 
     def __init__(self, kind="", at=0):
         self.kind, self.at, self.steps, self.len = kind, at, 0, 0
+        self.array = np.zeros(3)
         if kind == "no bounds":
             self.action_space = Box(-np.inf, np.float32([np.inf, 1]))
 
@@ -122,22 +123,27 @@ class Odd(gym.Env):
         shapes = {"one number": o[:1], "too short": o[:2], "a column": o[:, None], "a number": o[0]}
         if self.kind in shapes and late:
             return shapes[self.kind]
-        return {"ints": np.arange(3), "list": [0, 1, 2]}.get(self.kind, o)
+        if self.kind == "one array":  # for all observations
+            self.array[:] = o
+            return self.array
+        return {"ints": np.arange(3), "list": [0, 1, 2], "words": ["a"] * 3}.get(self.kind, o)
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
         fault.reset(self)
         self.len = 0
-        return self.obs(), {}
+        return self.obs() if self.kind == "old reset" else (self.obs(), {})
 
     def step(self, action):
         self.steps, self.len = self.steps + 1, self.len + 1
         fault.step(self)
         rewards = {"nan reward": np.nan, "infinite reward": np.inf, "huge reward": 1e38}
         rewards |= {"reward in an array": np.array([-1.0]), "two rewards": np.ones(2)}
+        rewards |= {"no reward": None, "a word": "high"}
         r = rewards.get(self.kind, -1.0) if self.steps >= self.at else -1.0
         end = {"short": 1, "endless": 10**9}.get(self.kind, 50)
-        return self.obs(), r, self.len >= end, False, {}
+        late, result = self.steps >= self.at, (self.obs(), r, self.len >= end, False, {})
+        return result[:4] if self.kind == "old step" and late else result
 
 
 gym.register("Odd-v0", Odd)

@@ -293,29 +293,36 @@ WRONG = {
     "a column": OBS.format("(3, 1)"),
     "a number": OBS.format("()"),
     "two rewards": "Odd-v0 gave a reward of shape (2,)",
+    "no reward": "reward must be numeric, not None",
+    "a word": "reward must be numeric, not 'high'",
+    "words": "observation must be numeric, not array(['a', 'a', 'a'], dtype='<U1')",
+    "old reset": "Odd-v0: reset must return (observation, info): too many values to unpack",
+    "old step": "Odd-v0: step must return (observation, reward, terminated, truncated, info): not "
+    "enough values to unpack (expected 5, got 4)",
 }
 
 
 @pytest.mark.parametrize("script", FOUR)
-def test_wrong_shapes_are_named(tmp_path, script):
+def test_wrong_results_are_named(tmp_path, script):
     """From the first reset on, or from some step on: what was promised, and what came."""
     for kind, text in WRONG.items():
         for at in (0, 7):
             args = {"data_dir": str(tmp_path), "exp_name": f"{kind} {at}", "epochs": 1}
-            with pytest.raises(ValueError, match=re.escape(text)):
+            with pytest.raises((TypeError, ValueError), match=re.escape(text)):
                 train(script, env_kwargs={"kind": kind, "at": at}, **args)
 
 
 @pytest.mark.parametrize("script", FOUR)
 def test_odd_but_usable_environments(tmp_path, script):
-    """Observations of other types, rewards in arrays, episodes of one step and without end; without
-    bounds where actions are clipped."""
+    """Observations of other types or all in one array, rewards in arrays, episodes of one step and
+    without end; without bounds where actions are clipped."""
     tables = {}
-    for kind in ["", "reward in an array", "ints", "list", "short"]:
+    for kind in ["", "one array", "reward in an array", "ints", "list", "short"]:
         args = {"data_dir": str(tmp_path), "exp_name": f"run {kind}", "epochs": 2}
         assert train(script, env_kwargs={"kind": kind}, **args)
         tables[kind] = progress(run_dir(tmp_path, f"run {kind}"))
-    pd.testing.assert_frame_equal(tables[""], tables["reward in an array"], check_exact=True)
+    for kind in ("one array", "reward in an array"):
+        pd.testing.assert_frame_equal(tables[""], tables[kind], check_exact=True)
     pd.testing.assert_frame_equal(tables["ints"], tables["list"], check_exact=True)
     assert (tables["ints"].EpLen == 20).all() and (tables["short"].EpLen == 1).all()
     args = {"data_dir": str(tmp_path), "epochs": 2}
