@@ -174,8 +174,8 @@ def get_action(policy, o, rng=None):
 
 def to_env(a, space):
     """The action as the environment takes it: from [-1, 1] to the bounds of each dimension."""
-    a = a.reshape(space.shape)
-    return (space.low + (a + 1) / 2 * (space.high - space.low)).clip(space.low, space.high)
+    a = space.low + (a.reshape(space.shape) + 1) / 2 * (space.high - space.low)
+    return a.astype(space.dtype, copy=False).clip(space.low, space.high)
 
 
 # Buffer -------------------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def to_env(a, space):
     """The action as the environment takes it. Spinning Up does not clip it to the bounds."""
     if isinstance(space, Discrete):
         return a + int(space.start)
-    return a.reshape(space.shape).clip(space.low, space.high)
+    return a.reshape(space.shape).astype(space.dtype, copy=False).clip(space.low, space.high)
 
 
 # Buffer -------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ def train(args):
     env = make_env(args.env_id, args.env_kwargs, (Box, Discrete))
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     local_steps_per_epoch = rank_share("--steps-per-epoch", args.steps_per_epoch)
-    minibatch_size = rank_share("--minibatch-size", args.minibatch_size)
+    minibatch_size = rank_share("--minibatch-size", args.minibatch_size, args.steps_per_epoch)
     logger = start_run(args, __file__)
     if logger.finished:
         return logger.close()
@@ -449,7 +449,7 @@ def train(args):
         if logger.save_due():
             save_model(ac, logger.output_dir)
             state = state_dicts(stateful)
-            logger.save_state(export_policy(), state)
+            logger.save_state(export_policy(), state, judged=policy)
 
     return logger.close()
 

@@ -300,7 +300,7 @@ class EpochLogger:
     def _regular_save(self):
         return self.epoch % self.save_freq == 0 or self.epoch == self.epochs
 
-    def save_state(self, policy, state=None, buffer=None):
+    def save_state(self, policy, state=None, buffer=None, judged=None):
         """Save the policy for NumPy, and all that an exact continuation needs.
 
         Args:
@@ -309,33 +309,38 @@ class EpochLogger:
                 and so on.
             state: this rank's tree for `Checkpointer.save`; if None, no checkpoint is written.
             buffer: the replay buffer, likewise.
+            judged: the policy that earned the return of the epoch, as `policy`, if that is not
+                `policy` but the one before the epoch's update: policy_best.npz is one of those.
 
         Raises:
             FloatingPointError: on all ranks, if the state holds a NaN or an infinity on any.
         """
         check_finite(f"epoch {self.epoch - 1}", parameter=state)
         if proc_id() == 0:
-            self._save_policy({**policy, "epoch": self.epoch})
+            policy = {**policy, "epoch": self.epoch}
+            judged = {**judged, "epoch": self.epoch - 1} if judged else policy
+            self._save_policies(policy, judged)
         if state is not None:
             saved = {"script": state, "headers": self.headers, "time": self.time()}
             self.checkpointer.save(self.epoch, {**saved, "best": self.best}, buffer)
         # The ranks wait for it: one that fails right after this has the last word in status.json.
         on_rank_0(self.write_status, "running")
 
-    def _save_policy(self, policy):
+    def _save_policies(self, policy, judged):
         """Write policy.npz; its snapshots too, at the saves that an undisturbed run makes."""
-        for i, (W, b) in enumerate(policy.pop("weights", [])):
-            policy |= {f"weight_{i}": W, f"bias_{i}": b}
-        names = ["policy.npz"]
+        files = {"policy.npz": policy}
         if self.snapshots and self._regular_save():
-            names.append(f"policy_{self.epoch}.npz")
+            files[f"policy_{self.epoch}.npz"] = policy
             returns = self.last_row.get("AverageTestEpRet", self.last_row.get("AverageEpRet", 0))
             if returns > self.best:
                 self.best = returns
-                names.append("policy_best.npz")
-        for name in names:
-            path = self.output_dir / name
-            write_atomically(path, lambda f: np.savez(f, allow_pickle=False, **policy))
+                files["policy_best.npz"] = judged
+        for name, policy in files.items():
+            arrays = {key: value for key, value in policy.items() if key != "weights"}
+            for i, (W, b) in enumerate(policy.get("weights", [])):
+                arrays |= {f"weight_{i}": W, f"bias_{i}": b}
+            write = lambda f, arrays=arrays: np.savez(f, allow_pickle=False, **arrays)  # noqa: E731
+            write_atomically(self.output_dir / name, write)
 
     def load_state(self, buffer=None):
         """Go back to the newest checkpoint, if the run is resumed and has one.

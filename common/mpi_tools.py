@@ -197,12 +197,15 @@ class RunningMeanStd:
             self.std = np.sqrt(np.maximum(squares / n - self.mean**2, 0) + 1e-8)
 
 
-def rank_share(name, total):
+def rank_share(name, total, epoch=math.inf):
     """This rank's share of a total over all ranks, an int.
 
     Raises:
-        UsageError: the ranks do not divide it; a remainder would be lost silently.
+        UsageError: the ranks do not divide it, since a remainder would be lost silently; or it is
+            more than `epoch`, the steps of an epoch.
     """
+    if total > epoch:
+        raise UsageError(f"{name} {total} is above --steps-per-epoch, {epoch}")
     if total % num_procs():
         raise UsageError(f"{name} {total} is not a multiple of the {num_procs()} ranks")
     return total // num_procs()

@@ -114,6 +114,8 @@ class Odd(gym.Env):
         self.array = np.zeros(3)
         if kind == "no bounds":
             self.action_space = Box(-np.inf, np.float32([np.inf, 1]))
+        elif kind in ("float16", "float64"):  # in which 0.3 is not what it is in float32
+            self.action_space = Box(-0.3, 0.3, (2,), kind)
 
     def obs(self):
         o = self.np_random.normal(size=3)
@@ -135,11 +137,12 @@ class Odd(gym.Env):
         return self.obs() if self.kind == "old reset" else (self.obs(), {})
 
     def step(self, action):
+        assert self.action_space.contains(action), action
         self.steps, self.len = self.steps + 1, self.len + 1
         fault.step(self)
         rewards = {"nan reward": np.nan, "infinite reward": np.inf, "huge reward": 1e38}
         rewards |= {"reward in an array": np.array([-1.0]), "two rewards": np.ones(2)}
-        rewards |= {"no reward": None, "a word": "high"}
+        rewards |= {"no reward": None, "a word": "high", "rising": self.steps}
         r = rewards.get(self.kind, -1.0) if self.steps >= self.at else -1.0
         end = {"short": 1, "endless": 10**9}.get(self.kind, 50)
         late, result = self.steps >= self.at, (self.obs(), r, self.len >= end, False, {})

@@ -189,6 +189,9 @@ def test_bad_input_is_refused_by_every_script(tmp_path, odd_spaces, script):
     cases = BAD_INPUT[1:12] + BAD_INPUT[13:14]
     if script.endswith("_torch"):
         cases = [*cases, (["--device", "quantum"], "--device quantum cannot be used")]
+    if script in ON_POLICY:
+        words = ["--minibatch-size", "4001"]
+        cases = [*cases, (words, "--minibatch-size 4001 is above --steps-per-epoch, 4000")]
     for flags, message in cases:
         words = ["--env-id", "Pendulum-v1", "--data-dir", str(data), *flags]
         with pytest.raises(UsageError) as e:

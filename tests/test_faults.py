@@ -315,9 +315,11 @@ def test_wrong_results_are_named(tmp_path, script):
 @pytest.mark.parametrize("script", FOUR)
 def test_odd_but_usable_environments(tmp_path, script):
     """Observations of other types or all in one array, rewards in arrays, episodes of one step and
-    without end; without bounds where actions are clipped."""
+    without end; actions of other types, within their bounds, or without bounds where they are
+    clipped."""
     tables = {}
-    for kind in ["", "one array", "reward in an array", "ints", "list", "short"]:
+    kinds = ["", "one array", "reward in an array", "ints", "list", "short", "float16", "float64"]
+    for kind in kinds:
         args = {"data_dir": str(tmp_path), "exp_name": f"run {kind}", "epochs": 2}
         assert train(script, env_kwargs={"kind": kind}, **args)
         tables[kind] = progress(run_dir(tmp_path, f"run {kind}"))

@@ -9,7 +9,16 @@ from unittest import mock
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import ROOT, Args, contents, mpi, read_status
+from conftest import (
+    OFF_POLICY,
+    ROOT,
+    Args,
+    contents,
+    load_script,
+    mpi,
+    read_status,
+    run_dir,
+)
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from common import UsageError, serialization
@@ -291,6 +300,21 @@ def test_snapshots(tmp_path):
     assert snapshots(tmp_path, test=True) == kept | {"policy_best.npz": 6}
     for kills in ([0], [3], [4], [3, 5], [5, 5]):
         assert snapshots(tmp_path, kills) == kept | {"policy_best.npz": 4}, kills
+
+
+@pytest.mark.parametrize("script, best", [("vpg_torch", 2), ("ppo_tf1", 2), ("ddpg_torch", 3)])
+def test_the_best_is_the_policy_that_earned_it(tmp_path, script, best):
+    """Returns rise all the time. Those of the last epoch of three were earned by the policy after
+    two updates; where policies are tested, by the one after all."""
+    module = load_script(script)
+    args = {"env_id": "odd_env:Odd-v0", "env_kwargs": {"kind": "rising"}, "hidden_sizes": (8,)}
+    args |= {"steps_per_epoch": 60, "epochs": 3, "snapshots": True, "save_freq": 1}
+    more = {"compile": False, "start_steps": 50, "update_after": 50}
+    args |= more if script in OFF_POLICY else {}
+    assert module.train(module.Args(**args, data_dir=str(tmp_path), exp_name="run"))
+    saved = [np.load(run_dir(tmp_path, "run") / f"policy_{name}.npz") for name in ("best", best)]
+    assert sorted(saved[0]) == sorted(saved[1]) and int(saved[0]["epoch"]) == best
+    assert all((saved[0][key] == saved[1][key]).all() for key in saved[0])
 
 
 def test_a_stop_adds_no_snapshot(tmp_path, monkeypatch):
