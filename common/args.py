@@ -25,7 +25,7 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from common import UsageError
-from common.mpi_tools import proc_id
+from common.mpi_tools import proc_id, under_mpirun
 from common.serialization import printable, read_json
 
 
@@ -106,6 +106,8 @@ def _args_of_run(Args, directory):
         raise UsageError(f"cannot resume {directory}: {printable(e)}") from e
     names = {field.name for field in dataclasses.fields(Args)} & config.keys()
     values = {name: config[name] for name in names - {"resume", "overwrite", "datestamp"}}
+    if "num_cpu" in names:  # as many ranks as it had, however they were started
+        values["num_cpu"] = 1 if under_mpirun() else config.get("ranks", 1)
     args = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
     check_args(args)
     return args

@@ -118,7 +118,7 @@ class EpochLogger:
         self.finished = False  # whether the run that is resumed has no epoch left to do
         self.start_time = time.time()  # less what the run had taken before this process
         self.charted = 0, self.start_time  # steps and time of the last row for TensorBoard
-        self.events = self._lock = None
+        self.config = self.events = self._lock = None
         on_rank_0(self._claim, resume, overwrite)
         self.checkpointer = Checkpointer(self.output_dir / "checkpoint")
 
@@ -127,6 +127,8 @@ class EpochLogger:
 
     def save_config(self, config, script=None):
         """Write config.json: the arguments, and the versions that the numbers depend on.
+
+        For a run that is resumed, `load_state` writes it, when all is found to be in order.
 
         Args:
             config: the script's `Args`, or a dict.
@@ -138,8 +140,10 @@ class EpochLogger:
         args = convert_json(config)
         self.epochs, self.save_freq = args.get("epochs", 0), args.get("save_freq", 1)
         self.snapshots = args.get("snapshots", False)
-        config = run_dir.describe(args, self.exp_name, script or sys.argv[0])
-        if self.resume:
+        self.config = config = run_dir.describe(args, self.exp_name, script or sys.argv[0])
+        if not self.resume:
+            self._write_config()
+        else:
             fixed = {*args, "script", "ranks"} - run_dir.FREE_TO_CHANGE
             if args.get("anneal_lr"):  # the learning rate depends on how many epochs there are
                 fixed |= {"epochs"}
@@ -147,8 +151,10 @@ class EpochLogger:
             self.epoch, self.finished, warnings = found
             for text in warnings:
                 self.log(f"WARNING: {text}", "yellow")
-        if proc_id() == 0 and not self.finished:
-            write_json(self.output_dir / "config.json", config)
+
+    def _write_config(self):
+        if proc_id() == 0 and self.config:
+            write_json(self.output_dir / "config.json", self.config)
             self.write_status("running")
             self.log(f"Logging to {self.output_dir}", "green")
 
@@ -160,7 +166,8 @@ class EpochLogger:
         """End the run: mark it as finished, or as interrupted if epochs are left.
 
         Args:
-            clear: delete the checkpoints of a finished run: a replay buffer is large.
+            clear: delete the checkpoints of a run that this process finished: a replay buffer is
+                large. A resume that found no epoch left to do deletes nothing.
 
         Returns:
             whether the run is finished.
@@ -171,7 +178,7 @@ class EpochLogger:
                 self.log(f"{self.output_dir} is finished: {self.epoch} epochs", "green")
             else:
                 self.write_status("finished" if done else "interrupted")
-            if done and clear:
+            if done and clear and self.last_row:
                 shutil.rmtree(self.checkpointer.directory, ignore_errors=True)
         self.close_lock()
         return done
@@ -356,11 +363,16 @@ class EpochLogger:
         """
         if not self.resume:
             return None
-        epoch, saved = self.checkpointer.load(buffer)
-        step = on_rank_0(run_dir.cut_progress, self.progress_path, epoch)
+        try:
+            epoch, saved = self.checkpointer.load(buffer)
+            step = on_rank_0(run_dir.cut_progress, self.progress_path, epoch)
+        except UsageError:  # the directory stays as it is, status.json too
+            self.close_lock()
+            raise
+        self.epoch, self.charted = epoch, (step, time.time())
+        self._write_config()
         if proc_id() == 0:  # what an earlier process wrote for TensorBoard from here on is void
             self._add_event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
-        self.epoch, self.charted = epoch, (step, time.time())
         if saved is None:
             self.log("Nothing to resume: starting from the beginning", "yellow")
             return None

@@ -263,6 +263,12 @@ def find_mpirun():
     return shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
 
 
+def under_mpirun():
+    """Whether an mpirun started this process, the user's or that of `mpi_fork`."""
+    variables = (FORK_MARKER, "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+    return any(name in os.environ for name in variables)
+
+
 def mpi_fork(n):
     """Relaunch this very command line under `mpirun -np n`, unless it runs there already.
 
@@ -275,13 +281,13 @@ def mpi_fork(n):
         UsageError: there is no mpirun, or mpirun and mpi4py do not belong together, or the
             program runs under mpirun with a number of ranks other than 1 and `n`.
     """
+    launched = under_mpirun()
     forked = os.environ.pop(FORK_MARKER, None)  # popped: grandchildren may fork for themselves
-    under_mpirun = forked or any(v in os.environ for v in ("PMI_RANK", "OMPI_COMM_WORLD_RANK"))
     if n == "auto":
-        n = int(forked or 0) or (num_procs() if under_mpirun else cores())
-    if n == 1 or (under_mpirun and n == num_procs()):
+        n = int(forked or 0) or (num_procs() if launched else cores())
+    if n == 1 or (launched and n == num_procs()):
         return
-    if under_mpirun:
+    if launched:
         why = "leave the flag out; if you did not call mpirun, it is not of mpi4py's MPI"
         raise UsageError(f"--num-cpu {n}, but MPI counts {num_procs()} ranks under mpirun: {why}")
     mpirun = find_mpirun()

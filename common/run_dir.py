@@ -141,7 +141,8 @@ def check_resume(directory, config, fixed):
     Raises:
         UsageError: the run cannot be continued with this config, or its files are damaged.
     """
-    has_checkpoint = bool(find(directory, ["checkpoint/epoch_*"]))
+    saved = [p.name[6:] for p in find(directory, ["checkpoint/epoch_*"])]
+    has_checkpoint, epochs = bool(saved), config.get("epochs", 0)
     started = has_checkpoint or (directory / "progress.txt").exists()
     old, status, warnings = config, {"status": "running", "epoch": 0}, []
     try:
@@ -154,6 +155,8 @@ def check_resume(directory, config, fixed):
     changed = sorted(key for key in fixed if old.get(key) != config.get(key))
     if changed:
         text = [f"{k} was {printable(old.get(k))}, is {config.get(k)}" for k in changed]
+        if "ranks" in changed:
+            text.append(f"start it with mpirun -np {printable(old.get('ranks'))}")
         raise UsageError(f"cannot resume {directory}: {', '.join(text)}")
     try:
         status = read_status(directory)
@@ -163,10 +166,18 @@ def check_resume(directory, config, fixed):
         if started and not has_checkpoint:
             raise UsageError(f"cannot resume: {printable(e)}, and there is no checkpoint") from e
         warnings += [f"{printable(e)}; going by the checkpoints"] if started else []
-    finished = status["status"] == "finished" and config.get("epochs", 0) <= status["epoch"]
+    done = max([status["epoch"], *(int(epoch) for epoch in saved if epoch.isdecimal())])
+    if 0 < epochs < done:
+        raise UsageError(f"cannot resume {directory}: {done} epochs are done, --epochs is {epochs}")
+    finished = status["status"] == "finished" and epochs <= status["epoch"]
     if status["status"] == "finished" and not finished and not has_checkpoint:
         text = "it is finished, and its checkpoints, replay buffer and all, are deleted"
         raise UsageError(f"cannot extend {directory}: {text}")
+    # policy.npz is written at each save, just before the checkpoint.
+    was_saved = status["epoch"] > 0 and (directory / "policy.npz").exists()
+    if was_saved and not finished and not (directory / "checkpoint").exists():
+        text = f"{done} epochs are done, and checkpoint/ is gone; --overwrite starts anew"
+        raise UsageError(f"cannot resume {directory}: {text}")
     for name, now in sorted(config["versions"].items()):
         if now != (was := old["versions"].get(name)):
             warnings.append(f"resuming with {name} {now}; the run began with {printable(was)}")
@@ -194,6 +205,8 @@ def write_status(directory, status, epoch, epochs, error=None):
 def cut_progress(path, epoch):
     """Drop the rows of progress.txt that no checkpoint covers: they will be computed again.
 
+    Nothing is written if the file is refused.
+
     Returns:
         TotalEnvInteracts of the last row that is kept; 0 if none is.
 
@@ -205,10 +218,10 @@ def cut_progress(path, epoch):
         return 0
     try:
         lines = path.read_bytes().splitlines(keepends=True)[: epoch + 1]
-        header, *rows = [x.decode()[:-1].split("\t") for x in lines if x.endswith(b"\n")]
-        table = np.array(rows, dtype=float)
-        if table.shape != (epoch, len(header)):
+        rows = [x.decode()[:-1].split("\t") for x in lines if x.endswith(b"\n")]
+        if len(rows) != epoch + 1 or len({len(row) for row in rows}) > 1:
             raise ValueError(f"it does not have the rows of {epoch} epochs")
+        header, table = rows[0], np.array(rows[1:], dtype=float)
         step = int(dict(zip(header, table[-1], strict=True)).get("TotalEnvInteracts", epoch))
     except (OSError, ValueError, LookupError, OverflowError) as e:
         raise UsageError(f"{path} is damaged: {printable(e)}") from e

@@ -240,6 +240,21 @@ def test_num_cpu_relaunches_under_mpirun(tmp_path):
     assert json.loads(config.read_text())["ranks"] == 2
 
 
+def test_resume_relaunches_with_the_ranks_that_the_run_had(tmp_path):
+    """However they were started; other ranks are refused."""
+    directory = run_dir(tmp_path, "r")
+    run(FAKE, "--epochs", 1, "--data-dir", tmp_path, "--exp-name", "r", ranks=2)
+    for epochs, ranks in ((2, 1), (3, 2), (4, 1)):
+        run(FAKE, "--resume", directory, "--epochs", epochs, ranks=ranks)
+        assert json.loads((directory / "config.json").read_text())["ranks"] == 2
+        assert len(progress(directory)) == read_status(directory)["epoch"] == epochs
+    for flags, ranks in ((["--num-cpu", 1], 1), ([], 3)):
+        refused = run(FAKE, "--resume", directory, *flags, ranks=ranks, check=False)
+        assert refused.returncode == 2
+        text = f"error: cannot resume {directory}: ranks was 2, is {ranks}, start it with"
+        assert refused.stderr.count(f"{text} mpirun -np 2") == 1
+
+
 @pytest.mark.parametrize("cores, ranks", [(1, None), (6, "6")])
 def test_num_cpu_auto_takes_all_cores(monkeypatch, cores, ranks):
     started = []

@@ -26,6 +26,7 @@ from conftest import (
     SCRIPTS,
     assert_same_run,
     command,
+    contents,
     flip_a_bit,
     kill_all,
     load_script,
@@ -394,29 +395,52 @@ print("deaths:", deaths)
 
 
 @pytest.mark.parametrize("script", ["sac_torch", slow("trpo_tf1")])
-def test_resumed_for_longer_or_without_a_checkpoint(tmp_path, script, monkeypatch, capsys):
-    """The same numbers, from the checkpoint or from the beginning; with other ranks, none."""
+def test_resumed_for_longer_or_refused(tmp_path, script, monkeypatch):
+    """A refusal changes no file, and a resume with nothing left to do deletes none; then the run
+    goes on to the same numbers."""
     args = {"data_dir": str(tmp_path), "exp_name": "run"}
     train(script, **args | {"exp_name": "whole", "epochs": 4})
     with monkeypatch.context() as m:
         stops = iter([False, True])
         m.setattr(logger, "stop_requested", lambda: next(stops))
         assert not train(script, **args, epochs=3)
-    directory, bare = (run_dir(data_dir, "run") for data_dir in (tmp_path, tmp_path / "bare"))
-    shutil.copytree(directory, bare)
-    shutil.rmtree(bare / "checkpoint")
+    directory, aside = run_dir(tmp_path, "run"), tmp_path / "aside"
     args |= {"resume": True, "epochs": 4}
-    assert train(script, **args | {"data_dir": str(tmp_path / "bare")})
-    assert "Nothing to resume: starting from the beginning" in capsys.readouterr().out
 
-    config = (directory / "config.json").read_text()
-    (directory / "config.json").write_text(config.replace('"ranks": 1', '"ranks": 2'))
-    with pytest.raises(UsageError, match="ranks was 2, is 1"):
-        train(script, **args)
-    (directory / "config.json").write_text(config)
+    def gone(path):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+    def other_ranks(path):
+        path.write_text(path.read_text().replace('"ranks": 1', '"ranks": 2'))
+
+    for epochs, name, damage, text in (
+        (4, "config.json", other_ranks, "ranks was 2, is 1, start it with mpirun -np 2"),
+        (4, "config.json", truncate, "config.json is damaged"),
+        (1, "status.json", lambda path: None, "2 epochs are done, --epochs is 1"),
+        (
+            4,
+            "progress.txt",
+            lambda path: path.write_text(""),
+            "txt is damaged: it does not have the",
+        ),
+        (4, "progress.txt", gone, "progress.txt is damaged: .*No such file"),
+        (4, "checkpoint", gone, "2 epochs are done, and checkpoint/ is gone; --overwrite"),
+        (4, "checkpoint/*/rank_0.npz", truncate, "no usable checkpoint"),
+    ):
+        shutil.copytree(directory, aside)
+        for path in list(directory.glob(name)):
+            damage(path)
+        before = contents(directory)
+        with pytest.raises(UsageError, match=text):
+            train(script, **args | {"epochs": epochs})
+        assert contents(directory) == before, text
+        shutil.rmtree(directory)
+        aside.rename(directory)
+    before = contents(directory / "checkpoint")
+    assert train(script, **args | {"epochs": 2})
+    assert contents(directory / "checkpoint") == before
     assert train(script, **args)
-    for resumed in (directory, bare):
-        assert_same_run(run_dir(tmp_path, "whole"), resumed)
+    assert_same_run(run_dir(tmp_path, "whole"), directory)
 
 
 @pytest.mark.parametrize("script", ["sac_torch", slow("ppo_tf1")])

@@ -158,6 +158,8 @@ def test_a_run_is_never_written_over(tmp_path):
         start(tmp_path)
     resumed = start(tmp_path, resume=True)
     assert resumed.finished and resumed.close()  # a no-op
+    with pytest.raises(UsageError, match="2 epochs are done, --epochs is 1"):
+        start(tmp_path, resume=True, epochs=1)
     assert before == contents(tmp_path)
     start(tmp_path, overwrite=True).close()
     names = {path.name for path in logger.output_dir.iterdir()}
@@ -205,12 +207,20 @@ def test_resume_drops_rows_without_checkpoint(tmp_path):
     assert pd.read_csv(logger.progress_path, sep="\t").Epoch.tolist() == [0, 1]
 
 
-def test_killed_before_the_first_status(tmp_path):
+@pytest.mark.parametrize("status", [None, "failed"])
+def test_ended_before_the_first_save(tmp_path, capsys, status):
+    """Killed before it could write a status, or failed after an epoch: it starts anew."""
     logger = start(tmp_path)
-    (logger.output_dir / "status.json").unlink()
+    if status:
+        one_epoch(logger, 0, [1.0])
+        logger.write_status(status)
+    else:
+        (logger.output_dir / "status.json").unlink()
     logger.close_lock()
     logger = start(tmp_path, resume=True)
     assert logger.load_state() is None and logger.epoch == 0 and not logger.finished
+    assert "Nothing to resume: starting from the beginning" in capsys.readouterr().out
+    assert not logger.progress_path.exists() and read_status(logger.output_dir)["epoch"] == 0
 
 
 def test_a_full_disk_has_room_for_the_status(tmp_path, monkeypatch):
