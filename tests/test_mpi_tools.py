@@ -65,12 +65,6 @@ except FloatingPointError as e:
     assert mpi(tmp_path, source, 2).stdout.count(text) == 2
 
 
-def test_rank_share_refuses_a_remainder(monkeypatch):
-    monkeypatch.setattr(mpi_tools, "num_procs", lambda: 3)
-    with pytest.raises(UsageError, match="--steps-per-epoch 4000 is not a multiple of the 3 ranks"):
-        mpi_tools.rank_share("--steps-per-epoch", 4000)
-
-
 FORK = """
 import os
 from common.mpi_tools import *
