@@ -4,8 +4,10 @@ Importing this module loads TensorFlow without its start-up messages and switche
 import it before `tensorflow.compat.v1`.
 """
 
+import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -15,7 +17,15 @@ from common.mpi_tools import average, broadcast, check_finite, num_procs, proc_i
 
 
 def _load_tensorflow():
-    """Import TensorFlow, whose libraries write to stderr as they load, whatever one sets."""
+    """Import TensorFlow, whose libraries write to stderr as they load, whatever one sets.
+
+    Where it is not installed, rank 0 says so in one line and all ranks exit with code 2.
+    """
+    if importlib.util.find_spec("tensorflow") is None:
+        if proc_id() == 0:
+            hint = "TensorFlow is not installed: `pip install -r requirements.txt` installs it"
+            print(f"{os.path.basename(sys.argv[0])}: error: {hint}", file=sys.stderr)
+        sys.exit(2)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # its exceptions say what matters
     stderr = os.dup(2)
     with open(os.devnull, "w") as nowhere:

@@ -49,6 +49,21 @@ def pytest_xdist_auto_num_workers(config):
     return min(4, len(os.sched_getaffinity(0)) + 1) if hasattr(os, "sched_getaffinity") else 2
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """Tests that are skipped for a reason with a word of the variable CI_REQUIRE in it fail."""
+    report, required = (yield), os.environ.get("CI_REQUIRE", "").split()
+    if report.skipped and any(word in report.longrepr[2] for word in required):
+        report.outcome = "failed"
+    return report
+
+
+def needs_compiler():
+    """Skip the test where `torch.compile` finds no C++ compiler."""
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
+        pytest.skip("needs a C++ compiler")
+
+
 @dataclasses.dataclass
 class Args:
     """A script's arguments, as the logger needs them."""

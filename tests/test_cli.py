@@ -267,6 +267,14 @@ def test_num_cpu_auto_takes_all_cores(monkeypatch, cores, ranks):
     assert len(started) == bool(ranks)
 
 
+def test_without_tensorflow(tmp_path):
+    """One line on one rank, exit code 2."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['tensorflow'] = None")
+    done = run("vpg_tf1", ranks=2, check=False, env={"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("vpg_tf1.py: error: TensorFlow is not installed")
+
+
 # From Python --------------------------------------------------------------------------------------
 
 TINY = {"steps_per_epoch": 40, "max_ep_len": 20, "epochs": 3, "save_freq": 1, "hidden_sizes": (8,)}

@@ -10,7 +10,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from conftest import OFF_POLICY, load_script, mostly_slow, mpi, progress, run_dir, saved_model, slow
+from conftest import (
+    OFF_POLICY,
+    load_script,
+    mostly_slow,
+    mpi,
+    needs_compiler,
+    progress,
+    run_dir,
+    saved_model,
+    slow,
+)
 
 from common import UsageError, logger, mpi_tools
 from common.mpi_tools import make_rng
@@ -215,6 +225,8 @@ def test_updates(name, alpha, compiled, tmp_path):
     """Each of 20 updates takes the script from the state it is in to where float64 goes from the
     same state, with the same batch: moments within 1e-5 of the largest, parameters within what that
     moves them. Nothing adds up over updates, so any CPU will do."""
+    if compiled:
+        needs_compiler()
     algo = name.split("_")[0]
     flags = {"epochs": 1, "steps_per_epoch": 59, "update_after": 40, "update_every": 1}
     flags |= {"alpha": alpha} if algo == "sac" else {}

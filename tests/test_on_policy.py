@@ -14,6 +14,7 @@ from conftest import (
     load_script,
     mostly_slow,
     mpi,
+    needs_compiler,
     progress,
     rank_state,
     run,
@@ -222,6 +223,7 @@ def test_annealed_learning_rate(tmp_path, script):
 @pytest.mark.slow
 def test_compiled_is_eager(tmp_path, script, ranks):
     """--compile changes the speed, not the numbers, beyond float32 rounding."""
+    needs_compiler()
     flags = [*SMALL, "--epochs", 2, "--data-dir", tmp_path, "--exp-name"]
     flags = ["--train-pi-iters", 5, *flags] if script == "ppo_torch" else flags
     for name in ("eager", "compiled"):
