@@ -23,7 +23,7 @@ kept; NumPy is enough to act with it, so neither torch nor tensorflow is importe
         "deterministic"     tanh of it is the action in [-1, 1], scaled to the bounds; act_noise
                             is the standard deviation of the noise that exploration adds
         "squashed_gaussian" mean and log standard deviation; tanh of a sample, scaled to the bounds
-    act_low, act_high       the bounds of Box actions
+    act_low, act_high       the bounds of Box actions, in the space's shape and dtype
     epoch                   number of epochs it was trained for
 """
 
@@ -112,8 +112,8 @@ def act(policy, o, rng, deterministic=False):
         deterministic: the likeliest action, or the mean one, instead of a sample.
 
     Returns:
-        an int from 0 for a categorical policy, else an array of the environment's action shape,
-        float32, within the bounds.
+        an int from 0 for a categorical policy, else an array of the environment's action shape and
+        dtype, within the bounds.
     """
     x = np.asarray(o, dtype=np.float32)
     if "obs_mean" in policy:
@@ -125,7 +125,7 @@ def act(policy, o, rng, deterministic=False):
     kind = policy["distribution"]
     if kind == "categorical":
         return int(np.argmax(x if deterministic else x + rng.gumbel(size=x.shape)))
-    low, high = policy["act_low"].ravel(), policy["act_high"].ravel()
+    low, high = policy["act_low"], policy["act_high"]  # of the space's shape and dtype
     std = 0.0
     if kind == "squashed_gaussian":
         x, log_std = np.split(x, 2)
@@ -133,12 +133,12 @@ def act(policy, o, rng, deterministic=False):
     elif not deterministic:
         std = np.exp(policy["log_std"]) if kind == "gaussian" else policy["act_noise"]
     noise = 0 if deterministic else std * rng.standard_normal(x.shape)
-    if kind == "gaussian":
-        a = (x + noise).clip(low, high)
-    else:
-        a = (np.tanh(x) + noise).clip(-1, 1) if kind == "deterministic" else np.tanh(x + noise)
-        a = low + (a + 1) / 2 * (high - low)
-    return a.astype(np.float32).reshape(policy["act_low"].shape)
+    a = x + noise
+    if kind != "gaussian":
+        a = (np.tanh(x) + noise).clip(-1, 1) if kind == "deterministic" else np.tanh(a)
+        a = low.ravel() + (a + 1) / 2 * (high - low).ravel()
+    # Rounding to another dtype may lead out of the bounds: it comes first.
+    return a.reshape(low.shape).astype(low.dtype).clip(low, high)
 
 
 def find_policy(run_dir, itr="last"):

@@ -98,6 +98,19 @@ def test_real_actions(tmp_path, distribution):
     assert sample.dtype == np.float32 and truth.std(0).max() > 0.3
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("distribution", ACTIONS)
+def test_actions_are_in_the_space(tmp_path, distribution, dtype):
+    """0.3 in float32 is above 0.3 in float64: bounds are those of the space's own dtype."""
+    low, high = np.array([[[-0.3], [0.1]], [[0.3], [0.3]]], dtype)
+    space = gym.spaces.Box(low, high, dtype=dtype)
+    saved = arrays([4, 4 if distribution == "squashed_gaussian" else 2], distribution)
+    saved |= {"act_low": low, "act_high": high, "act_noise": 9, "log_std": np.ones(2)}
+    policy, rng = load(tmp_path, saved), np.random.default_rng(0)
+    for scale in (-99, 99, *range(50)):
+        assert space.contains(tp.act(policy, OBS * scale, rng)), scale
+
+
 def test_observations_are_normalised_as_in_training(tmp_path):
     """With --norm-obs, statistics of the observations are part of the policy."""
     mean, std = np.float32([1, -2, 0, 5]), np.float32([0.5, 2, 1e-6, 1])
