@@ -261,6 +261,7 @@ def test_files_that_hold_no_policy(tmp_path, change, word):
 @pytest.mark.parametrize(
     ("args", "word"),
     [
+        ([], "error: missing run-dir"),
         (["missing"], "missing"),
         (["unknown"], "NoSuchEnv"),
         (["other"], "4 observations"),
@@ -270,12 +271,13 @@ def test_files_that_hold_no_policy(tmp_path, change, word):
         (["run", "--episodes", "0"], "--episodes"),
         (["run", "--len", "-2"], "--len"),
         (["run", "--render", "--video", "x"], "--video"),
-        (["run", "--itr", "first"], "rror"),
+        (["run", "--itr", "first"], "--itr: "),
         (["run", "-i", "3"], "only policy.npz"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, word):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "40")
     good = arrays([4, 2], "categorical")
     names = {"other": "Acrobot-v1", "unknown": "NoSuchEnv-v0"}
     for name in ("run", "other", "unknown", "broken", "nothing"):
