@@ -354,10 +354,10 @@ def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
         launch.say(slurm.submit(runs, name, sweep.slurm, sweep.data_dir, retry_failed, dry_run))
         return 0
     if dry_run:
-        todo = launch.sort_out(runs, retry_failed)
         for run in runs:
+            left = launch.settle(run, retry_failed)
             launch.say(f"# {run.directory}: {run.outcome}{': ' * bool(run.detail)}{run.detail}")
-            launch.say(f"{'' if run in todo else '# '}{shlex.join(launch.command(run))}")
+            launch.say(f"{'' if left else '# '}{shlex.join(launch.command(run))}")
         return 0
 
     began = time.monotonic()

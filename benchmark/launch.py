@@ -27,6 +27,7 @@ from common.run_dir import read_status
 from common.serialization import printable, read_json
 
 RUN_FILES = ("config.json", "progress.txt", "status.json", "checkpoint", "call")
+IN_USE = "in use", "another process is at work on it"
 POLL = 0.05  # seconds between looks at the processes
 REFRESH = 0.5  # seconds between updates of the overview
 
@@ -90,10 +91,10 @@ def status(run):
     now asked for. failed: detail is the error. in use: a process is at work on it. another run: it
     has other arguments.
     """
+    if in_use(run):
+        return IN_USE
     if not any((run.directory / name).exists() for name in RUN_FILES):
         return "new", ""
-    if in_use(run):
-        return "in use", "another process is at work on it"
     try:
         config = read_json(run.record / "config.json")
     except OSError:
@@ -125,14 +126,6 @@ def in_use(run):
         return not isinstance(e, FileNotFoundError)
 
 
-def patient_status(run, seconds):
-    """`status`, after waiting for the ranks of a sweep or mpirun that was just killed."""
-    deadline = time.monotonic() + seconds
-    while (found := status(run))[0] == "in use" and time.monotonic() < deadline:
-        time.sleep(POLL)
-    return found
-
-
 def read_progress(run):
     """(finished epochs, last return or "") by progress.txt."""
     try:
@@ -144,18 +137,13 @@ def read_progress(run):
         return 0, ""
 
 
-def sort_out(runs, retry_failed):
-    """Return the runs that are left to do; set the outcome of the others."""
-    todo = []
-    for run in runs:
-        word, run.detail = patient_status(run, 3)
-        if word in ("in use", "another run"):
-            run.outcome = word
-        elif word == "finished" or (word == "failed" and not retry_failed):
-            run.outcome = f"{word} before"
-        else:
-            todo.append(run)
-    return todo
+def settle(run, retry_failed):
+    """Whether a run is left to do and free to be started. Sets its outcome by its state on disk."""
+    word, run.detail = status(run)
+    left = word in ("new", "interrupted") or (word == "failed" and retry_failed)
+    ended = word in ("finished", "failed")
+    run.outcome = "not started" if left else f"{word} before" if ended else word
+    return left
 
 
 # --------------------------------------------------------------------------------------- processes
@@ -173,8 +161,14 @@ def core_shares(workers):
     return [set(cores[i::workers]) or {cores[i % len(cores)]} for i in range(workers)]
 
 
-def start(run, cores=None):
-    """Start a run in a session of its own, its output in its log; returns the Popen.
+def start(run, retry_failed=False, cores=None):
+    """Start a run in a session of its own, its output in its log.
+
+    The log is locked while the run writes to it, so that of two sweeps only one starts the run.
+
+    Returns:
+        the Popen; None if another process is at work on the run or has ended it, which
+        `run.outcome` says.
 
     Raises:
         OSError: its directory or log cannot be written, or the program not started.
@@ -193,6 +187,13 @@ def start(run, cores=None):
                 os._exit(1)
 
     with open(run.log, "a", encoding="utf-8") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            run.outcome, run.detail = IN_USE
+            return None
+        if not settle(run, retry_failed):
+            return None
         log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(words)}\n")
         log.flush()
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
@@ -213,13 +214,14 @@ def kill_tree(process):
 def run_all(runs, workers=1, retry_failed=False, name=""):
     """Run those of `runs` that are not finished, `workers` at a time, and set their outcomes.
 
+    A run that another process is at work on is waited for, and goes on here if it was interrupted.
     SIGINT and SIGTERM stop all of them at the end of their epochs, a second one at once; they can
     be resumed either way. Returns the first such signal, or None.
     """
-    todo = sort_out(runs, retry_failed)
+    todo = deque(r for r in runs if settle(r, retry_failed) or r.outcome == "in use")
     free = core_shares(max(1, min(workers, len(todo))))
     active = {}  # run -> (its process, its cores)
-    stops, handled, shown = [], 0, 0.0
+    waiting, stops, handled, shown = set(), [], 0, 0.0
     signals = (signal.SIGINT, signal.SIGTERM)
     before = {s: signal.signal(s, lambda signum, frame: stops.append(signum)) for s in signals}
     console = Console(markup=False, highlight=False, emoji=False)
@@ -229,16 +231,23 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
     say(f"{name}: {len(todo)} of {len(runs)} runs to do")
     try:
         while active or (todo and not stops):
-            while todo and free and not stops:
-                run, cores = todo.pop(0), free.pop(0)
+            if todo and free and not stops:
+                run = todo.popleft()
                 run.began = time.monotonic()
                 try:
-                    active[run] = start(run, cores), cores
-                    say(f"started   {run.directory}")
+                    if process := start(run, retry_failed, free[0]):
+                        active[run] = process, free.pop(0)
+                        say(f"started   {run.directory}")
+                    elif run.outcome != "in use":
+                        say(ended_line(run, runs))
                 except OSError as e:
                     run.outcome, run.detail = "failed", str(e)
-                    free.append(cores)
                     say(ended_line(run, runs))
+                if run.outcome == "in use":
+                    todo.append(run)
+                    if run not in waiting:
+                        waiting.add(run)
+                        say(f"in use    {run.directory}: waiting for the other process")
 
             # mpirun hands the first signal on to all ranks; the second kills them.
             if len(stops) > handled:
@@ -254,11 +263,11 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
                     free.append(cores)
                     run.outcome, run.detail = ended(run, process.returncode, bool(stops))
                     say(ended_line(run, runs))
+                    todo += [run] if run.outcome == "in use" else []
             if console.is_terminal and time.monotonic() - shown > REFRESH:
                 shown = time.monotonic()
                 live.update(overview(name, runs, active), refresh=True)
-            if active:
-                time.sleep(POLL)
+            time.sleep(POLL)
     finally:
         for process, _ in active.values():  # only after an error of our own
             kill_tree(process)
@@ -270,7 +279,12 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
 
 def ended(run, code, stopping):
     """(outcome, detail) of a run whose process has ended."""
-    word, detail = patient_status(run, 5)
+    deadline = time.monotonic() + 5  # ranks of an mpirun that was just killed may be at work
+    while (found := status(run))[0] == "in use" and time.monotonic() < deadline:
+        if code == 2:  # the run has found another process at work
+            return found
+        time.sleep(POLL)
+    word, detail = found
     if code == 0 and word == "finished":
         return "finished", ""
     stopped = stopping or code in (128 + signal.SIGTERM, 128 + signal.SIGINT)

@@ -89,7 +89,7 @@ def submit(runs, name, table, data_dir, retry_failed=False, dry_run=False):
         queued = _slurm("squeue", "--noheader", "--me", f"--name={name}", "--format=%i").split()
         if queued:
             raise UsageError(f"{name} is in the queue already: job {' '.join(queued)}")
-    todo = launch.sort_out(runs, retry_failed)
+    todo = [run for run in runs if launch.settle(run, retry_failed)]
     if not todo:
         return f"{name}: nothing to submit, no run is left to do"
     directory = Path(data_dir, f"slurm_{name}", time.strftime("%Y-%m-%d_%H-%M-%S")).absolute()

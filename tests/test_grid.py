@@ -4,6 +4,7 @@ The runs are those of tests/fake_script.py, which learns nothing.
 """
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -349,14 +350,34 @@ def test_as_many_runs_at_a_time_as_there_are_workers(main, tmp_path, monkeypatch
     assert alive[:3] == [1, 2, 3] and max(alive) == 3 and len(alive) == 4
 
 
-def test_two_sweeps_at_once_do_not_share_a_run(main, tmp_path):
-    sweep = write_sweep(tmp_path / "a.toml", "epoch_seconds = 2.0")
-    first = start_grid(tmp_path, sweep)
-    wait_for(lambda: (tmp_path / "data/sweep/sweep_s0/config.json").exists())
-    code, out, _ = main(sweep)
-    assert code == 1 and "1 in use" in out
-    first.communicate(timeout=60)
-    assert first.returncode == 0 and returns(tmp_path / "data/sweep/sweep_s0") == [1, 2, 3]
+def test_two_sweeps_at_once_share_the_runs(tmp_path):
+    """Both wait for what the other is at work on. Neither starts it, nor calls it failed."""
+    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1, 2]\nepoch_seconds = 0.3")
+    both = [start_grid(tmp_path, sweep) for _ in range(2)]
+    texts = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], texts
+    assert "finished before" in "".join(texts) and "in use    " in "".join(texts)
+    for seed in range(3):
+        directory = tmp_path / f"data/sweep/sweep_s{seed}"
+        assert returns(directory) == [100 * seed + k for k in (1, 2, 3)]
+        assert (directory / "launch.log").read_text().count("--- ") == 1
+
+
+def test_a_run_that_another_process_locks_first(main, tmp_path, monkeypatch):
+    """Between our look at it and the moment when the run that we start would lock it."""
+    ended, popen, started = launch.ended, subprocess.Popen, []
+    directory = tmp_path / "data/sweep/sweep_s0"
+
+    def start(*args, **options):
+        started.append(open(directory / ".lock", "a"))  # noqa: SIM115 - closed below
+        if len(started) == 1:
+            fcntl.flock(started[0], fcntl.LOCK_EX)
+        return popen(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(launch, "ended", lambda *args: (ended(*args), started[0].close())[0])
+    code, out, _ = main(write_sweep(tmp_path / "a.toml"))
+    assert code == 0 and "1 finished, in" in out and len(started) == 2
 
 
 def test_spaces_other_letters_and_a_closed_pipe(tmp_path):
