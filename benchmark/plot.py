@@ -36,6 +36,7 @@ REFERENCE = Path(__file__).parent / "reference" / "spinning_up_2020_curves.csv"
 ALGORITHMS = ("vpg", "trpo", "ppo", "ddpg", "td3", "sac")
 # Okabe and Ito's palette without its pale yellow: colour-blind readers can tell its colours apart.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+GREYS = ("#555555", "#999999", "#222222")
 LARGEST = 1e100  # values beyond this cannot be drawn
 AXIS_LABELS = {"TotalEnvInteracts": "environment steps", "Performance": "average return"}
 AXIS_LABELS |= {"AverageEpRet": "average return", "AverageTestEpRet": "average test return"}
@@ -94,6 +95,11 @@ def read_progress(path):
         raise ValueError(f"progress.txt: {e}") from None
 
 
+def natural_key(path):
+    """What to sort paths by, so that a2 comes before a10: text and numbers in turn."""
+    return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", path)]
+
+
 def find_runs(logdir, select=(), exclude=()):
     """Sorted directories of runs below `logdir`: those with a file that a run or grid.py writes.
 
@@ -101,7 +107,8 @@ def find_runs(logdir, select=(), exclude=()):
     contains any.
     """
     names = {"progress.txt", "config.json", "status.json", "launch.log"}
-    runs = sorted(root for root, _, files in os.walk(logdir) if names & set(files))
+    runs = [root for root, _, files in os.walk(logdir) if names & set(files)]
+    runs = sorted(runs, key=natural_key)
     runs = [run for run in runs if os.path.basename(run) != "call"]  # grid.py's, of a function
     runs = [run for run in runs if all(part in run for part in select or ())]
     return [run for run in runs if not any(part in run for part in exclude or ())]
@@ -154,8 +161,8 @@ def expand_logdirs(logdirs):
     """
     found = []
     for logdir in logdirs:
-        names = [logdir] if os.path.isdir(logdir) else sorted(glob.glob(glob.escape(logdir) + "*"))
-        matches = [name for name in names if os.path.isdir(name)]
+        names = [logdir] if os.path.isdir(logdir) else glob.glob(glob.escape(logdir) + "*")
+        matches = sorted(filter(os.path.isdir, names), key=natural_key)
         if not matches:
             raise ValueError(f"no directory is called {logdir} or starts with it")
         if len(matches) > 1:
@@ -296,20 +303,28 @@ def draw_curve(ax, curve, color):
 
 
 def draw_references(ax, curves, colors):
-    """Dashed published curves of a panel's algorithms, as far as ours go."""
-    end, drawn = max(curve.iloc[-1, 0] for curve in curves), set()
+    """Dashed published curves of a panel's algorithms, as far as ours go.
+
+    A published curve that is there for one of ours has its colour; for several, a grey.
+    """
+    end, found = max(curve.iloc[-1, 0] for curve in curves), {}
     for curve in curves:
         algo, env = curve.attrs["algo"], curve.attrs["env"]
-        found = reference_curve(algo, curve.attrs["framework"], env)
-        if found is None or end <= found[1][0]:
-            warn(f"no published curve for {algo or 'an unknown algorithm'} on {env or '?'} as yet")
-            continue
-        published, x, mean, std = found
-        if (algo, published) not in drawn:
-            drawn.add((algo, published))
+        reference = reference_curve(algo, curve.attrs["framework"], env)
+        found.setdefault((algo, reference and reference[0]), (reference, []))[1].append(curve)
+    for i, ((algo, published), (reference, ours)) in enumerate(found.items()):
+        name = f"{algo or 'an unknown algorithm'} on {env or '?'}"
+        if reference is None:
+            warn(f"there is no published curve of {name}")
+        elif end <= reference[1][0]:
+            start = f"{reference[1][0]:.0f} steps"
+            warn(f"these runs are too short for the published curve of {name}, from {start} on")
+        else:
+            _, x, mean, std = reference
             inside = np.append(x[x < end], end)
             mean, std = np.interp(inside, x, mean), np.interp(inside, x, std)
-            style = {"color": colors[curve.attrs["label"]], "zorder": 1.5, "lw": 1.3}
+            color = colors[ours[0].attrs["label"]] if len(ours) == 1 else GREYS[i % len(GREYS)]
+            style = {"color": color, "zorder": 1.5, "lw": 1.3}
             label = f"published {algo.upper()} ({published})"
             ax.plot(inside, mean, ls=(0, (4, 2)), label=label, **style)
             ax.fill_between(inside, mean - std, mean + std, alpha=0.07, **{**style, "lw": 0})
@@ -339,7 +354,8 @@ def draw_figure(panels, xaxis, reference=False):
         ax.set_xlim(left, right if right > left else None)
         ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         ax.xaxis.set_major_formatter(step_label)
-        ax.set(title=curves[0].attrs["env"], xlabel=AXIS_LABELS.get(xaxis, xaxis))
+        title = textwrap.fill(curves[0].attrs["env"], int(10 * size[0] / columns))
+        ax.set(title=title, xlabel=AXIS_LABELS.get(xaxis, xaxis))
         ax.set_ylabel(" / ".join(dict.fromkeys(c.attrs["ylabel"] for c in curves)))
         handles |= {label: h for h, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     for ax in axes.flat[len(panels) :]:

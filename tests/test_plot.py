@@ -80,6 +80,14 @@ def test_a_directory_wins_over_a_prefix_and_a_prefix_is_spelt_out(tmp_path, monk
         plot.expand_logdirs(["ddpg"])
 
 
+def test_curves_are_in_natural_order(tmp_path):
+    for name in ("ppo_n0010", "ppo_n002", "ppo_n1"):
+        write_run(tmp_path, name, 0, [1])
+    for logdirs in ([str(tmp_path)], [f"{tmp_path}/ppo"]):
+        (ax,) = plot.make_plots(logdirs).axes
+        assert [line.get_label() for line in ax.lines] == ["ppo_n1", "ppo_n002", "ppo_n0010"]
+
+
 def test_select_exclude_and_legend(tmp_path):
     for name in ("ppo_a", "ppo_b", "sac_a"):
         write_run(tmp_path, name, 0, [1])
@@ -191,12 +199,32 @@ def test_one_panel_an_environment_with_its_curves(tmp_path):
 
 def test_a_published_curve_beyond_a_short_run_is_not_named(tmp_path, capsys):
     """The published curves start at 20k steps: neither the legend nor the axis knows them."""
-    write_run(tmp_path, "sac", 0, [1, 2, 3], script="sac_torch.py", column="AverageTestEpRet")
-    figure = plot.make_plots([str(tmp_path)], reference=True)
-    (line,) = figure.axes[0].lines
-    assert line.get_label() == "sac" and figure.axes[0].get_ylim()[1] < 4
+    for seed in range(2):
+        more = {"script": "sac_torch.py", "column": "AverageTestEpRet"}
+        write_run(tmp_path, "sac", seed, [1, 2, 3], **more)
+    figure = plot.make_plots([str(tmp_path)], reference=True, count=True)
+    line, _ = figure.axes[0].lines
+    assert line.get_label() == "sac-0" and figure.axes[0].get_ylim()[1] < 4
     assert figure.axes[0].get_ylabel() == "average test return"
-    assert "no published curve" in capsys.readouterr().err and not figure.get_supxlabel()
+    said = (
+        "these runs are too short for the published curve of sac on Hopper-v4, from 19999 steps on"
+    )
+    assert capsys.readouterr().err == f"plot.py: {said}\n" and not figure.get_supxlabel()
+    write_run(tmp_path / "b", "ppo", 0, [1], env="CartPole-v1")
+    plot.make_plots([str(tmp_path / "b")], reference=True)
+    said = "there is no published curve of ppo on CartPole-v1"
+    assert capsys.readouterr().err == f"plot.py: {said}\n"
+
+
+def test_a_published_curve_beside_several_and_a_long_title(tmp_path):
+    """It has the colour of none of them; the title is whole, in lines that fit."""
+    env = "a_package_with_a_long_name.environments:TheHopperOfALongSeriesOfExperiments/Hopper-v4"
+    for name in ("wide", "deep"):
+        write_run(tmp_path, name, 0, range(40), env)
+    (ax,) = plot.make_plots([str(tmp_path)], reference=True, out=str(tmp_path / "a.png")).axes
+    colors = {line.get_label(): line.get_color() for line in ax.lines}
+    assert len(colors) == len(set(colors.values())) == 3
+    assert ax.get_title().replace("\n", "") == env and max(map(len, ax.get_title().split())) < 50
 
 
 def test_command_line_writes_figures_and_numbers(tmp_path):
