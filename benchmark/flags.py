@@ -15,6 +15,7 @@ import re
 import sys
 import types
 import typing
+import warnings
 from pathlib import Path
 
 from common import UsageError
@@ -74,18 +75,27 @@ def load(directory, module, name):
 
 
 @functools.cache
-def check_env(env_id):
-    """Raise UsageError if Gymnasium knows no environment of this name; may import its package."""
+def check_env(env_id, env_kwargs="{}", make="gymnasium.make(args.env_id)"):
+    """Make an environment and close it. UsageError if that fails; may import its package.
+
+    Args:
+        env_kwargs: JSON.
+        make: an expression that makes it, a script's call of `common.cli.make_env`.
+    """
     import gymnasium
 
+    from common.cli import make_env
+
     sys.path.append("")  # the package may be in the current directory, as for the scripts
+    args = types.SimpleNamespace(env_id=env_id, env_kwargs=json.loads(env_kwargs))
+    names = {**vars(gymnasium.spaces), "gymnasium": gymnasium, "make_env": make_env, "args": args}
     try:
-        module, _, name = env_id.rpartition(":")
-        if module:
-            importlib.import_module(module)
-        gymnasium.spec(name)
+        with warnings.catch_warnings(action="ignore"):
+            eval(make, names).close()
+    except UsageError:
+        raise
     except Exception as e:  # a package may raise anything
-        raise UsageError(f"no environment {env_id}: {' '.join(str(e).split())}") from e
+        raise UsageError(f"cannot make {env_id}: {printable(e, 1000)}") from e
 
 
 class Script:
@@ -96,7 +106,7 @@ class Script:
 
     def __init__(self, path):
         self.path, self.name, self.label = Path(path), Path(path).stem, Path(path).name
-        self.Args, self.hints = read_args(self.path)
+        self.Args, self.hints, self.make_env = read_args(self.path)
         for name in ("exp_name", "seed", "data_dir", "resume"):
             if name not in self.hints:
                 raise UsageError(f"script: {path} has no flag {flag(name)}")
@@ -115,9 +125,12 @@ class Script:
             if name in RESERVED:
                 raise UsageError(f"{name} is no argument of a run: the sweep itself sets it")
         args = parse_args(self.Args, self.words(params))
-        if "env_id" in params:
+        settings = json.loads(json.dumps(dataclasses.asdict(args)))
+        if self.make_env:
+            check_env(args.env_id, json.dumps(args.env_kwargs), self.make_env)
+        elif "env_id" in params:
             check_env(args.env_id)
-        return json.loads(json.dumps(dataclasses.asdict(args)))
+        return settings
 
     def words(self, params):
         """The words of a command line that set these arguments."""
@@ -156,7 +169,11 @@ def as_word(value):
 
 
 def read_args(path):
-    """(`Args`, {field: type}) of a script. UsageError if they cannot be read."""
+    """(`Args`, {field: type}, its call of make_env or "") of a script.
+
+    Raises:
+        UsageError: they cannot be read.
+    """
     try:
         tree = ast.parse(read_text(path))
         known = {"common.args", *sys.stdlib_module_names}
@@ -168,7 +185,9 @@ def read_args(path):
         module.__file__ = str(path)
         sys.modules[module.__name__] = module
         exec(compile(ast.Module(body, []), str(path), "exec"), vars(module))
-        return module.Args, typing.get_type_hints(module.Args)
+        calls = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Call)]
+        make_env = next((text for text in calls if text.startswith("make_env(")), "")
+        return module.Args, typing.get_type_hints(module.Args), make_env
     except Exception as e:  # it is code: anything may be wrong with it
         raise UsageError(f"cannot read the flags of {path}: {printable(e)}") from e
 

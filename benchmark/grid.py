@@ -183,7 +183,8 @@ class ExperimentGrid:
         """Run all variants.
 
         Args:
-            thunk: a script's path, a function or its "module:name", or a list of these.
+            thunk: a script's path, a function or its "module:name", or a list of these; or a key of
+                the grid whose values are these.
             num_cpu: MPI ranks of each run; "auto" for as many as there are cores.
             data_dir: where the runs go; None for "data".
             datestamp: make new runs, with date and time in their directories' names.
@@ -244,6 +245,9 @@ def plan(sweep):
     if "GRID_IMPORTING" in os.environ:
         raise UsageError('a sweep must not start on import: put it under if __name__ == "__main__"')
     scripts = sweep.script if isinstance(sweep.script, list) else [sweep.script]
+    by_key = sweep.script in grid.keys
+    if by_key:
+        scripts = grid.vals[grid.keys.index(sweep.script)]
     if not scripts:
         raise UsageError("script: an empty list")
     thunks = [flags.find(script) for script in scripts]
@@ -252,12 +256,19 @@ def plan(sweep):
     runs = []
     for thunk in thunks:
         # Of several scripts, the script is the first thing that varies.
-        own = ExperimentGrid(f"{grid.name}_{valid_str(thunk.name)}" if thunks[1:] else grid.name)
+        own = ExperimentGrid(grid.name)
+        if thunks[1:] and not by_key:
+            own.name += f"_{valid_str(thunk.name)}"
         for key, *row in grid.rows():
-            if _is_meant(sweep, key, thunk) and thunk.takes(key.split(":")[0]):
+            if key == sweep.script:  # named like any other key
+                own.add(key, [thunk.name], row[1], in_name=row[2] or len(thunks) > 1)
+            elif _is_meant(sweep, key, thunk) and thunk.takes(key.split(":")[0]):
                 own.add(key, *row)
         for variant in own.variants():
-            runs.append(_make_run(sweep, thunk, own.variant_name(variant), variant, stamp))
+            name = own.variant_name(variant)
+            if by_key:
+                del variant[sweep.script]
+            runs.append(_make_run(sweep, thunk, name, variant, stamp))
     for directory, n in Counter(run.directory for run in runs).items():
         if n > 1:
             raise UsageError(f"params: {n} runs would share the directory {directory}")
@@ -268,7 +279,7 @@ def _make_run(sweep, thunk, name, params, stamp):
     try:
         settings = thunk.parse(params)
     except (ValueError, RecursionError) as e:
-        raise UsageError(f"params: {e}") from e
+        raise UsageError(f"params: {thunk.name}: {e}") from e
     if len(name) > MAX_NAME:
         raise UsageError(f"params: {name[:60]}... is too long for a name")
     params.pop("seed", None)
@@ -287,6 +298,8 @@ def _is_meant(sweep, key, thunk):
 def _check_keys(sweep, thunks):
     """Refuse keys that none of the scripts takes, and say which scripts do not."""
     for key in sweep.grid.keys:
+        if key == sweep.script:
+            continue
         name, meant = key.split(":")[0], [t for t in thunks if _is_meant(sweep, key, t)]
         lack = [thunk for thunk in meant if not thunk.takes(name)]
         names = ", ".join(thunk.name for thunk in lack)

@@ -314,7 +314,8 @@ def progress_words(run):
     """What a line says of a run's progress: (epoch, time, return)."""
     epoch, ret = read_progress(run)
     count = f"epoch {epoch}/{run.epochs or '?'}"
-    return count, clock(time.monotonic() - run.began), f"return {ret}" if ret else ""
+    words = "no return: no episode ended in the last epoch" if ret == "nan" else f"return {ret}"
+    return count, clock(time.monotonic() - run.began), words if ret else ""
 
 
 def count_words(runs):

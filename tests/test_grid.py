@@ -236,6 +236,17 @@ def test_command_lines(line, expected):
     assert made == expected
 
 
+@pytest.mark.parametrize("more", [["--dry-run"], []])
+def test_an_environment_that_a_script_refuses_is_a_bad_sweep(main, more):
+    """Of all its runs, one is refused: nothing is started."""
+    words = [ROOT / "algos/ppo_torch.py", ROOT / "algos/sac_torch.py", "--env-id", "CartPole-v1"]
+    code, _, said = main(*words, *more)
+    text = "params: sac_torch: CartPole-v1 has Discrete actions; supported: Box\n"
+    assert (code, said) == (2, f"grid.py: error: {text}") and not os.listdir()
+    code, _, said = main(*words[1:2], "--env-kwargs:speed", "3", *more)
+    assert code == 2 and "cannot make HalfCheetah-v4" in said and "'speed'" in said
+
+
 def test_dry_run_prints_commands_and_makes_nothing(main, tmp_path):
     sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1]\ncompile = true", "num_cpu = 2")
     code, out, _ = main(sweep, "--dry-run")
@@ -322,6 +333,13 @@ def test_a_failed_run_stops_no_other_and_is_retried_on_request(main, tmp_path):
     assert "failed before" in main(sweep)[1] and returns(directory) == [1]
     assert "--retry-failed" in out and "finished" in main(sweep, "--retry-failed")[1]
     assert returns(directory) == [1, 2, 3]
+
+
+def test_the_reason_why_a_run_has_no_return_is_said(main):
+    text = FAKE.read_text().replace("100 * args.seed + epoch + 1", "float('nan')")
+    Path("long.py").write_text(text.replace("Path(__file__).resolve().parents[1]", f"'{ROOT}'"))
+    code, out, _ = main("long.py")
+    assert code == 0 and "no return: no episode ended" in out and "nan" not in out
 
 
 def test_ranks_and_cores(main, tmp_path, monkeypatch):
@@ -426,6 +444,7 @@ def my_train(lr, seed=0, sizes=(64,), act=None, env_fn=None, fail=None, wait=0, 
     time.sleep(wait)
 
 def plain(x): Path("plain").write_text(str(x))
+def other(x): Path("other").write_text(str(x))
 
 if __name__ == "__main__":
     from benchmark.grid import ExperimentGrid, call_experiment
@@ -460,6 +479,18 @@ def test_functions_run_with_their_arguments_under_mpirun(module, tmp_path):
         assert read_status(directory / "call")["status"] == "finished"
     assert (tmp_path / "plain").read_text() == "[1, 2]"
     assert "2 runs, 2 finished before, in" in run(module, cwd=tmp_path).stdout
+
+
+def test_a_key_of_the_grid_holds_the_functions(module, tmp_path, monkeypatch):
+    """As in Spinning Up: `run("algo")`. It is named like any other key."""
+    monkeypatch.chdir(tmp_path)
+    functions = [flags.load(str(tmp_path), "my_module", name) for name in ("plain", "other")]
+    g = grid.ExperimentGrid("g")
+    g.add("x", [1, 2])
+    g.add("algo", functions)
+    assert g.run("algo")
+    names = {f"g_x{x}_alg{f}" for x in (1, 2) for f in ("plain", "other")}
+    assert set(os.listdir("data")) == names and Path("other").read_text() == "2"
 
 
 def test_functions_by_name(module, main, tmp_path):
@@ -521,8 +552,9 @@ def test_scripts_from_python(tmp_path, monkeypatch):
 
 
 def test_an_environment_of_ones_own_is_found(main, tmp_path):
-    env = "from gymnasium import register\nregister('Mine-v0', 'gymnasium.envs.classic_control')\n"
-    (tmp_path / "my_envs.py").write_text(env)
+    maker = "gymnasium.envs.classic_control:CartPoleEnv"
+    text = f"from gymnasium import register\nregister('Mine-v0', '{maker}')\n"
+    (tmp_path / "my_envs.py").write_text(text)
     assert main(FAKE, "--env-id", "my_envs:Mine-v0", "--dry-run")[0] == 0
     code, _, said = main(FAKE, "--env-id", "my_envs:Mine-v0", "my_envs:Other-v0", "--dry-run")
     assert code == 2 and "Other" in said
