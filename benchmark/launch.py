@@ -235,19 +235,19 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
                 run = todo.popleft()
                 run.began = time.monotonic()
                 try:
-                    if process := start(run, retry_failed, free[0]):
-                        active[run] = process, free.pop(0)
-                        say(f"started   {run.directory}")
-                    elif run.outcome != "in use":
-                        say(ended_line(run, runs))
+                    process = start(run, retry_failed, free[0])
                 except OSError as e:
-                    run.outcome, run.detail = "failed", str(e)
-                    say(ended_line(run, runs))
-                if run.outcome == "in use":
-                    todo.append(run)
+                    process, run.outcome, run.detail = None, "failed", str(e)
+                if process:
+                    active[run] = process, free.pop(0)
+                    say(f"started   {run.directory}")
+                elif run.outcome == "in use":
+                    todo.append(run)  # to be looked at again, until the other process has ended
                     if run not in waiting:
-                        waiting.add(run)
                         say(f"in use    {run.directory}: waiting for the other process")
+                    waiting.add(run)
+                else:
+                    say(ended_line(run, runs))
 
             # mpirun hands the first signal on to all ranks; the second kills them.
             if len(stops) > handled:
@@ -345,18 +345,12 @@ def summary(runs, name, seconds):
         if run.outcome in ("failed", "failed before", "in use", "another run"):
             lines += ["", f"{run.outcome}: {run.directory}{': ' * bool(run.detail)}{run.detail}"]
         if run.outcome == "failed":
-            lines += [f"    {line}" for line in last_lines(run.log)]
+            text = ""
+            with contextlib.suppress(OSError):
+                text = run.log.read_text(encoding="utf-8", errors="replace")
+            lines += [f"    {x.rstrip()}" for x in text.splitlines() if x.strip()][-6:]
         if run.outcome.startswith("failed"):
             lines.append(f"    log: {run.log}")
     if not all(run.outcome.startswith("finished") for run in runs):
         lines += ["", "The same command goes on; with --retry-failed, also with what failed."]
     return "\n".join(lines)
-
-
-def last_lines(log):
-    """The last six lines of a log that are not empty."""
-    try:
-        with open(log, encoding="utf-8", errors="replace") as f:
-            return deque((line.rstrip() for line in f if line.strip()), maxlen=6)
-    except OSError:
-        return []
