@@ -12,15 +12,11 @@ There is no target policy and no delay: the next action a' is sampled from the c
 
 Diff me against td3_torch.py: a stochastic policy, and its entropy in both losses.
 Diff me against sac_tf1.py: the same algorithm as a TensorFlow 1 graph.
-
-From common/: the command line and checks (args, cli), the run directory, table and checkpoints
-(logger), ranks and their random numbers (mpi_tools), Adam averaged over ranks (mpi_pytorch).
 """
 
 import copy
 import os
 import sys
-from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -34,20 +30,8 @@ import torch
 from gymnasium.spaces import Box
 from torch import nn
 
+from common import mpi, mpi_pytorch, run
 from common.args import JsonDict, NonNegFloat, NonNegInt, PosFloat, PosInt, Sizes, Unit
-from common.cli import experiment, main, make_env
-from common.logger import start_run
-from common.mpi_pytorch import (
-    MpiAdamOptimizer,
-    load_state_dicts,
-    mpi_compile,
-    save_model,
-    setup_pytorch_for_mpi,
-    state_dicts,
-    sync_params,
-    to_arrays,
-)
-from common.mpi_tools import make_rng, num_procs, proc_id, rank_share
 
 # Arguments ----------------------------------------------------------------------------------------
 
@@ -158,12 +142,10 @@ class TwinQFunction(nn.Module):
 
 
 def actor_critic(obs_dim, act_dim, hidden_sizes, activation, rng):
-    """The policy `pi`, the Q functions `q`, and `log_alpha` [], used with --alpha auto."""
+    """The policy `pi` and the Q functions `q`."""
     pi = SquashedGaussianActor(obs_dim, act_dim, hidden_sizes, activation, rng)
     q = TwinQFunction(obs_dim, act_dim, hidden_sizes, activation, rng)
-    ac = nn.ModuleDict({"pi": pi, "q": q})
-    ac.register_parameter("log_alpha", nn.Parameter(torch.zeros(())))
-    return ac
+    return nn.ModuleDict({"pi": pi, "q": q})
 
 
 def get_action(policy, o, rng=None):
@@ -258,38 +240,31 @@ def compute_loss_alpha(log_alpha, logp_pi, target_entropy):
 # Training -----------------------------------------------------------------------------------------
 
 
-@experiment
+@run.experiment
 def train(args):
-    """Train a policy.
-
-    Returns:
-        True if the run is finished, False if it was asked to stop before.
-
-    Raises:
-        UsageError: bad input; nothing was written.
-        FloatingPointError: an observation, reward, loss or parameter became NaN or infinite.
-    """
+    """Train a policy. Returns whether the run is finished: False if a signal stopped it."""
     # Set-up: bad input is refused before anything is written.
-    device = setup_pytorch_for_mpi(args.device)
-    env, test_env = (make_env(args.env_id, args.env_kwargs, (Box,), bounded=True) for _ in range(2))
+    device = mpi_pytorch.setup(args.device)
+    env = run.make_env(args.env_id, args.env_kwargs, (Box,), bounded=True)
+    test_env = run.make_env(args.env_id, args.env_kwargs, (Box,), bounded=True)
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     act_dim = int(np.prod(action_space.shape))
-    local_steps_per_epoch = rank_share("--steps-per-epoch", args.steps_per_epoch)
-    local_batch_size = rank_share("--batch-size", args.batch_size)
-    local_replay_size = rank_share("--replay-size", args.replay_size)
-    logger = start_run(args, __file__)
-    if logger.finished:
-        return logger.close(clear=True)
+    local_steps_per_epoch = mpi.share("--steps-per-epoch", args.steps_per_epoch)
+    local_batch_size = mpi.share("--batch-size", args.batch_size)
+    local_replay_size = mpi.share("--replay-size", args.replay_size)
+    logger = run.start(args, __file__)
 
     # Networks and optimizers: all ranks start from the same parameters.
-    rng = make_rng(args.seed, "weights")
+    rng = mpi.make_rng(args.seed, "weights")
     ac = actor_critic(obs_dim, act_dim, args.hidden_sizes, args.activation, rng).to(device)
-    sync_params(ac)
+    mpi_pytorch.sync_params(ac)
     ac_targ = copy.deepcopy(nn.ModuleDict({"q": ac.q})).requires_grad_(False)
+    pi_optimizer = mpi_pytorch.Adam(ac.pi.parameters(), args.lr)
+    q_optimizer = mpi_pytorch.Adam(ac.q.parameters(), args.lr)
     auto_alpha = args.alpha == "auto"
-    pi_optimizer = MpiAdamOptimizer(ac.pi.parameters(), args.lr)
-    q_optimizer = MpiAdamOptimizer(ac.q.parameters(), args.lr)
-    alpha_optimizer = MpiAdamOptimizer([ac.log_alpha], args.lr)
+    if auto_alpha:
+        log_alpha = torch.zeros((), device=device, requires_grad=True)
+        alpha_optimizer = mpi_pytorch.Adam([log_alpha], args.lr)
     n_pi, n_q = (sum(p.numel() for p in net.parameters()) for net in (ac.pi, ac.q))
     logger.log(f"Number of parameters: pi {n_pi}, q {n_q}")
     buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
@@ -300,10 +275,11 @@ def train(args):
         noise [2, B, act_dim]: standard normal, for the next actions and for the policy's loss.
         Returns {name: tensor [] or [B]}, the losses and values to log.
         """
-        alpha = ac.log_alpha.detach().exp() if auto_alpha else args.alpha
+        alpha = log_alpha.detach().exp() if auto_alpha else args.alpha
 
         # Q functions: regress on the backup.
-        backup = compute_backup(ac, ac_targ, rew, obs2, done, noise[0], alpha, args.gamma)
+        params = {"noise": noise[0], "alpha": alpha, "gamma": args.gamma}
+        backup = compute_backup(ac, ac_targ, rew, obs2, done, **params)
         q1, q2 = ac.q(obs, act)
         loss_q = compute_loss_q(q1, q2, backup)
         q_optimizer.minimize(loss_q)
@@ -314,7 +290,7 @@ def train(args):
 
         # Alpha: towards the target entropy.
         if auto_alpha:
-            loss_alpha = compute_loss_alpha(ac.log_alpha, logp_pi, -act_dim)
+            loss_alpha = compute_loss_alpha(log_alpha, logp_pi, -act_dim)
             alpha_optimizer.minimize(loss_alpha)
 
         # Target networks: move by a share of 1 - polyak towards the new ones.
@@ -325,64 +301,63 @@ def train(args):
         return {key: value.detach() for key, value in info.items()}
 
     if args.compile:
-        # On a GPU a graph is captured and replayed as one; MPI cannot be part of that.
-        capture = device.type == "cuda" and num_procs() == 1
-        update = mpi_compile(update, mode="reduce-overhead" if capture else "default")
+        update = mpi_pytorch.compile(update, device)
 
     def update_block(steps, rng):
-        """Take gradient steps: draw all batches first, log all losses last."""
-        shape, info = (steps, local_batch_size), defaultdict(list)
+        """Take gradient steps. All batches are drawn at once, which is faster than one by one."""
+        shape = steps, local_batch_size
         noise = rng.standard_normal((steps, 2, local_batch_size, act_dim), dtype=np.float32)
         batches = [torch.as_tensor(x, device=device) for x in (*buf.sample(shape, rng), noise)]
         for batch in zip(*batches, strict=True):
-            for key, value in update(*batch).items():
-                info[key].append(value.clone())  # the next replay of a CUDA graph overwrites it
-        logger.store(**{key: torch.stack(values).cpu() for key, values in info.items()})
-        logger.store(Alpha=ac.log_alpha.exp().item() if auto_alpha else args.alpha)
+            logger.store(**update(*batch))
+        logger.store(Alpha=log_alpha.exp().item() if auto_alpha else args.alpha)
 
     def export_policy():
         """The policy as `get_action` takes it and policy.npz holds it: a dict of NumPy arrays."""
-        layers = [layer for layer in ac.pi.net if isinstance(layer, nn.Linear)]
-        weights = [to_arrays((layer.weight.T, layer.bias)) for layer in layers]
+        layers = ((layer.weight.T, layer.bias) for layer in ac.pi.net[::2])
+        weights = [(mpi_pytorch.to_array(W), mpi_pytorch.to_array(b)) for W, b in layers]
         arrays = {"weights": weights, "activation": args.activation}
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
         return arrays | {"distribution": "squashed_gaussian"}
 
     def test(policy, epoch):
         """Run this rank's share of an epoch's test episodes, which are without noise."""
-        for i in range(proc_id(), args.num_test_episodes, num_procs()):
-            rng = make_rng(args.seed, "test", epoch, i)
+        for i in range(mpi.proc_id(), args.num_test_episodes, mpi.num_procs()):
+            rng = mpi.make_rng(args.seed, "test", epoch, i)
             o, _ = test_env.reset(seed=int(rng.integers(2**31)))
             ended, ep_ret, ep_len = False, 0.0, 0
             while not ended:
                 a = to_env(get_action(policy, o), action_space)
                 o, r, terminated, truncated, _ = test_env.step(a)
-                ep_ret, ep_len = ep_ret + float(r), ep_len + 1
+                ep_ret, ep_len = ep_ret + r, ep_len + 1
                 ended = terminated or truncated or ep_len == args.max_ep_len
             logger.store(TestEpRet=ep_ret, TestEpLen=ep_len)
 
     # Resume: an epoch starts from a reset and draws random numbers of its own, so this and the
     # buffer are all there is to restore.
-    stateful = {"ac": ac, "ac_targ": ac_targ, "pi_optimizer": pi_optimizer}
-    stateful |= {"q_optimizer": q_optimizer, "alpha_optimizer": alpha_optimizer}
-    load_state_dicts(stateful, logger.load_state(buf))
+    logger.setup_pytorch_saver(ac)
+    parts = {"ac": ac, "ac_targ": ac_targ, "pi_optimizer": pi_optimizer, "q_optimizer": q_optimizer}
+    if auto_alpha:
+        parts |= {"log_alpha": log_alpha, "alpha_optimizer": alpha_optimizer}
+    state = {"networks": mpi_pytorch.State(**parts)}
 
     # Main loop: update_every steps on each rank, then as many gradient steps as steps in total.
-    for epoch in logger.epochs_left():
-        rng = make_rng(args.seed, "rollout", proc_id(), epoch)
+    for epoch in range(logger.load_state(state, buf), args.epochs):
+        rng = mpi.make_rng(args.seed, "rollout", mpi.proc_id(), epoch)
         policy = export_policy()
         o, _ = env.reset(seed=int(rng.integers(2**31)))
         ep_ret, ep_len = 0.0, 0
 
         for t in logger.progress(local_steps_per_epoch):
-            local_steps = epoch * local_steps_per_epoch + t  # before this one
-            if local_steps * num_procs() < args.start_steps:
+            local_steps = epoch * local_steps_per_epoch + t + 1
+            total_steps = local_steps * mpi.num_procs()
+            if total_steps <= args.start_steps:
                 a = rng.uniform(-1, 1, act_dim).astype(np.float32)
             else:
                 a = get_action(policy, o, rng)
             o2, r, terminated, truncated, _ = env.step(to_env(a, action_space))
             buf.store(o, a, r, o2, terminated)
-            o, ep_ret, ep_len = o2, ep_ret + float(r), ep_len + 1
+            o, ep_ret, ep_len = o2, ep_ret + r, ep_len + 1
 
             if terminated or truncated or ep_len == args.max_ep_len:
                 logger.store(EpRet=ep_ret, EpLen=ep_len)
@@ -391,10 +366,8 @@ def train(args):
             elif t == local_steps_per_epoch - 1:
                 logger.store(CutEpRet=ep_ret)
 
-            local_steps += 1
-            enough = local_steps * num_procs() >= args.update_after
-            if enough and local_steps % args.update_every == 0:
-                update_block(args.update_every * num_procs(), rng)
+            if total_steps >= args.update_after and local_steps % args.update_every == 0:
+                update_block(args.update_every * mpi.num_procs(), rng)
                 policy = export_policy()
 
         test(policy, epoch)
@@ -414,15 +387,15 @@ def train(args):
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()
 
-        if logger.save_due():
-            save_model(ac, logger.output_dir)
-            state = state_dicts(stateful)
-            logger.save_state(export_policy(), state, buf)
-
+        stop = run.stop_requested()  # by a signal, to any rank
+        if stop or logger.save_due():
+            logger.save_state(state, policy, buffer=buf)
+        if stop:
+            break
     return logger.close(clear=True)
 
 
 # Command line -------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    main(train, Args)
+    run.main(train, Args)

@@ -18,13 +18,11 @@ discounted rewards to go:
 
 Diff me against vpg_tf1.py: a step measured in KL instead of one measured in parameters.
 Diff me against trpo_torch.py: the same algorithm in PyTorch.
-
-From common/: the command line and checks (args, cli), the run directory, table and checkpoints
-(logger), ranks and their random numbers (mpi_tools), Adam averaged over ranks (mpi_tf1).
 """
 
 import sys
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,29 +33,11 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # find common/ fro
 import numpy as np
 from gymnasium.spaces import Box, Discrete
 
+from common import mpi, mpi_tf1, run
 from common.args import JsonDict, NonNegFloat, NonNegInt, PosFloat, PosInt, Sizes, Unit
-from common.cli import experiment, main, make_env
-from common.logger import start_run
-from common.mpi_tf1 import (
-    MpiAdamOptimizer,
-    assign_params_from_flat,
-    flat_concat,
-    load_variables,
-    save_model,
-    setup_tf1_for_mpi,
-    sync_all_params,
-)
-from common.mpi_tools import (
-    RunningMeanStd,
-    make_rng,
-    mpi_avg,
-    mpi_statistics_scalar,
-    proc_id,
-    rank_share,
-)
 
 # isort: split
-import tensorflow.compat.v1 as tf  # common.mpi_tf1 has loaded it, quietly and in graph mode
+import tensorflow.compat.v1 as tf  # mpi_tf1 has loaded it, quietly and in graph mode
 
 # Arguments ----------------------------------------------------------------------------------------
 
@@ -84,7 +64,7 @@ class Args:
     gamma: Unit = 0.99  # discount factor
     hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
-    minibatch_size: NonNegInt = 0  # samples per step on V, and on PPO's policy; 0: all of the epoch
+    minibatch_size: NonNegInt = 0  # samples per step on V; 0: all of the epoch
     norm_obs: bool = False  # normalize observations by their mean and standard deviation so far
     norm_rew: bool = False  # normalize rewards by the standard deviation of discounted returns
     # TRPO
@@ -198,18 +178,12 @@ def actor_critic(obs_dim, space, hidden_sizes, activation, rng):
     return SimpleNamespace(pi=pi, v=v)
 
 
-def normalize(x, mean, std):
-    """(x - mean) / std, clipped to [-10, 10]."""
-    return ((x - mean) / std).clip(-10, 10)
-
-
 def get_action(policy, o, rng):
     """Sample one action in NumPy: for a single observation, calling a framework is all overhead.
 
     Args:
         policy: dict from `export_policy`: arrays `weights` [(W [in, out], b [out]), ...],
-            `activation`, for Box actions `log_std` [act_dim], and with --norm-obs `obs_mean` and
-            `obs_std` [obs_dim].
+            `activation`, and for Box actions `log_std` [act_dim].
         o: [obs_dim], the observation.
         rng: numpy.random.Generator.
 
@@ -217,8 +191,6 @@ def get_action(policy, o, rng):
         [act_dim] float32 for Box actions, an int from 0 for Discrete ones.
     """
     x = np.asarray(o, dtype=np.float32)
-    if "obs_mean" in policy:
-        x = normalize(x, policy["obs_mean"], policy["obs_std"])
     *hidden, (W_out, b_out) = policy["weights"]
     for W, b in hidden:
         x = np.tanh(x @ W + b) if policy["activation"] == "tanh" else np.maximum(x @ W + b, 0)
@@ -239,27 +211,19 @@ def to_env(a, space):
 
 
 class GAEBuffer:
-    """One epoch of this rank's experience, and once it is full, advantages and returns.
+    """One epoch of this rank's experience: paths, one behind the other."""
 
-    `stats` holds statistics over all ranks and epochs: of the observations and, in the last column,
-    of the discounted returns so far. `norm_obs` and `norm_rew` use them, and `get` updates them.
-    """
-
-    def __init__(self, obs_dim, action_space, size, gamma, lam, norm_obs=False, norm_rew=False):
+    def __init__(self, obs_dim, action_space, size):
         self.obs = np.zeros((size, obs_dim), dtype=np.float32)
         discrete = isinstance(action_space, Discrete)
         act_shape = () if discrete else (int(np.prod(action_space.shape)),)
         self.act = np.zeros((size, *act_shape), dtype=np.int64 if discrete else np.float32)
         self.rew = np.zeros(size, dtype=np.float32)
-        self.gamma, self.lam = gamma, lam
-        self.norm_obs, self.norm_rew, self.stats = norm_obs, norm_rew, RunningMeanStd(obs_dim + 1)
-        self.past_ret, self.past_rets = 0.0, np.zeros(size)
-        self.ptr, self.paths = 0, []
+        self.ptr, self.ends = 0, []
 
     def store(self, o, a, r):
         """Add one step. The action is as sampled, not as clipped for the environment."""
         self.obs[self.ptr], self.act[self.ptr], self.rew[self.ptr] = o, a, r
-        self.past_rets[self.ptr] = self.past_ret = r + self.gamma * self.past_ret
         self.ptr += 1
 
     def finish_path(self, o2, terminated):
@@ -270,45 +234,46 @@ class GAEBuffer:
             terminated: whether o2 is a terminal state, worth 0. A path that was cut or truncated
                 would have gone on: V(o2) estimates the rest of its return.
         """
-        self.paths.append((self.ptr, np.array(o2, dtype=np.float32), terminated))
-        self.past_ret = 0.0
+        self.ends.append((self.ptr - 1, np.array(o2, dtype=np.float32), terminated))
 
-    def get(self, v):
+    def get(self):
         """Empty the buffer.
 
-        Args:
-            v: function from observations [N, obs_dim] to values [N], called once for all steps.
-
         Returns:
-            obs [size, obs_dim], act [size] or [size, act_dim], adv [size], ret [size], val [size];
-            adv has mean 0 and standard deviation 1 over all ranks. With `norm_obs`, obs is
-            normalized; with `norm_rew`, so are the rewards that adv and ret are made of.
+            obs [N, obs_dim], act [N] or [N, act_dim], rew [N]; and of the P paths, `finish_path`'s
+            words: index of the last step [P], o2 [P, obs_dim], terminated [P].
         """
-        size, rew = len(self.rew), self.rew
-        obs = np.concatenate([self.obs, [o2 for _, o2, _ in self.paths]])
-        if self.norm_obs:  # by the statistics that the policy acted on
-            obs = normalize(obs, np.float32(self.stats.mean[:-1]), np.float32(self.stats.std[:-1]))
-        if self.norm_obs or self.norm_rew:
-            self.stats.update(np.column_stack([self.obs, self.past_rets]))
-        if self.norm_rew:
-            rew = normalize(rew, 0, self.stats.std[-1])
-        values = v(obs)
-        val, v_end = values[:size].tolist(), values[size:].tolist()
-        rew, adv, ret = rew.tolist(), np.zeros(size), np.zeros(size)
-        start = 0
-        for (end, _, terminated), v_next in zip(self.paths, v_end, strict=True):
-            v_next = 0.0 if terminated else v_next
-            a, g = 0.0, v_next
-            for t in reversed(range(start, end)):
-                delta = rew[t] + self.gamma * v_next - val[t]
-                a = delta + self.gamma * self.lam * a
-                g = rew[t] + self.gamma * g
-                adv[t], ret[t], v_next = a, g, val[t]
-            start = end
-        self.ptr, self.paths = 0, []
-        mean, std = mpi_statistics_scalar(adv)
-        adv = ((adv - mean) / (std + 1e-8)).astype(np.float32)
-        return obs[:size], self.act, adv, ret.astype(np.float32), values[:size]
+        last, o2, terminated = map(np.array, zip(*self.ends, strict=True))
+        self.ptr, self.ends = 0, []
+        return self.obs, self.act, self.rew, last, o2, terminated
+
+
+def gae(rew, val, last, last_val, gamma, lam):
+    """Advantages (Schulman et al. 2016, eq. 16) and rewards to go of paths one behind the other.
+
+        delta_t = r_t + gamma V(s_t+1) - V(s_t)
+        A_t     = delta_t + gamma lam A_t+1
+        R_t     = r_t + gamma R_t+1
+
+    Args:
+        rew, val: [N], r_t and V(s_t).
+        last, last_val: [P], the index of each path's last step, and V of the observation after it:
+            0 if that is terminal.
+
+    Returns:
+        adv, ret: [N] float64.
+    """
+    adv, ret = np.zeros(len(rew)), np.zeros(len(rew))
+    rew, val = rew.tolist(), val.tolist()  # one by one, Python's numbers are faster than NumPy's
+    end_val = dict(zip(last.tolist(), last_val.tolist(), strict=True))
+    for t in reversed(range(len(rew))):
+        if t in end_val:
+            next_adv, next_ret, next_val = 0.0, end_val[t], end_val[t]
+        delta = rew[t] + gamma * next_val - val[t]
+        adv[t] = next_adv = delta + gamma * lam * next_adv
+        ret[t] = next_ret = rew[t] + gamma * next_ret
+        next_val = val[t]
+    return adv, ret
 
 
 def minibatches(iters, minibatch_size, size, rng):
@@ -349,7 +314,7 @@ def compute_loss_v(v, ret):
 
 def flat_grad(y, params):
     """Gradient of y [] with respect to `params`, as one vector [N]."""
-    return flat_concat(tf.gradients(y, params))
+    return mpi_tf1.flat_concat(tf.gradients(y, params))
 
 
 def fisher_product(grad_kl, params, x):
@@ -400,36 +365,26 @@ def natural_step(fisher, g, delta, cg_iters):
 # Training -----------------------------------------------------------------------------------------
 
 
-@experiment
+@run.experiment
 def train(args):
-    """Train a policy.
-
-    Returns:
-        True if the run is finished, False if it was asked to stop before.
-
-    Raises:
-        UsageError: bad input; nothing was written.
-        FloatingPointError: an observation, reward, loss or parameter became NaN or infinite.
-    """
+    """Train a policy. Returns whether the run is finished: False if a signal stopped it."""
     # Set-up: bad input is refused before anything is written.
-    sess = setup_tf1_for_mpi()
-    env = make_env(args.env_id, args.env_kwargs, (Box, Discrete))
+    sess = mpi_tf1.setup()
+    env = run.make_env(args.env_id, args.env_kwargs, (Box, Discrete))
+    env = run.NormalizedEnv(env, args.norm_obs, args.norm_rew, args.gamma)
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
-    local_steps_per_epoch = rank_share("--steps-per-epoch", args.steps_per_epoch)
-    minibatch_size = rank_share("--minibatch-size", args.minibatch_size, args.steps_per_epoch)
-    logger = start_run(args, __file__)
-    if logger.finished:
-        return logger.close()
+    local_steps_per_epoch = mpi.share("--steps-per-epoch", args.steps_per_epoch)
+    minibatch_size = mpi.share("--minibatch-size", args.minibatch_size, args.steps_per_epoch)
+    logger = run.start(args, __file__)
 
     # Networks and optimizers: all ranks start from the same parameters.
-    rng = make_rng(args.seed, "weights")
+    rng = mpi.make_rng(args.seed, "weights")
     ac = actor_critic(obs_dim, action_space, args.hidden_sizes, args.activation, rng)
     pi_vars, v_vars = tf.trainable_variables("pi/"), tf.trainable_variables("v/")
-    vf_optimizer = MpiAdamOptimizer(args.vf_lr, name="vf_optimizer")
+    vf_optimizer = mpi_tf1.Adam(args.vf_lr, name="vf_optimizer")
     n_pi, n_v = (sum(p.shape.num_elements() for p in params) for params in (pi_vars, v_vars))
     logger.log(f"Number of parameters: pi {n_pi}, v {n_v}")
-    norm = args.norm_obs, args.norm_rew
-    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch, args.gamma, args.lam, *norm)
+    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch)
 
     # The graph: losses on the experience in the buffer, and the steps that lower them.
     obs_ph = tf.placeholder(tf.float32, [None, obs_dim])
@@ -442,49 +397,50 @@ def train(args):
     loss_pi_op, kl_op = compute_loss_pi(logp, logp_old_ph, adv_ph), ac.pi.kl(dist_old_ph, dist)
     loss_v_op = compute_loss_v(v_obs, ret_ph)
     losses = loss_pi_op, loss_v_op, kl_op, tf.reduce_mean(entropy)
-    params_op, params_ph = flat_concat(pi_vars), tf.placeholder(tf.float32, [None])
-    set_params_op = assign_params_from_flat(params_ph, pi_vars)
+    params_op, params_ph = mpi_tf1.flat_concat(pi_vars), tf.placeholder(tf.float32, [None])
+    set_params_op = mpi_tf1.assign_params_from_flat(params_ph, pi_vars)
     grad_op, x_ph = flat_grad(loss_pi_op, pi_vars), tf.placeholder(tf.float32, [None])
     fisher_op = fisher_product(flat_grad(kl_op, pi_vars), pi_vars, x_ph)
     train_v = vf_optimizer.minimize(loss_v_op, v_vars)
     outputs = {**ac.pi.outputs(obs_ph), "v": v_obs}
     sess.run(tf.global_variables_initializer())
-    sess.run(sync_all_params())
+    sess.run(mpi_tf1.sync_all_params())
 
     def values(obs):
         """V of observations: array [N, obs_dim] -> array [N]."""
         return sess.run(v_obs, {obs_ph: obs})
 
+    def fisher(batch, x):
+        """(H + damping) x, averaged over all ranks: x [N] float64 -> [N] float64."""
+        Hx = sess.run(fisher_op, {**batch, x_ph: x})
+        return mpi.avg(Hx) + args.damping_coeff * x
+
+    def set_params(x):
+        """Give the policy the parameters x [N]."""
+        sess.run(set_params_op, {params_ph: x})
+
     def update(rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
-        obs, act, adv, ret, val = buf.get(values)
-        ret_std = buf.stats.std[-1] if args.norm_rew else 1  # the unit of V
+        obs, act, rew, last, last_obs, terminated = buf.get()
+        val, last_val = np.split(values(np.concatenate([obs, last_obs])), [len(obs)])
+        adv, ret = gae(rew, val, last, np.where(terminated, 0, last_val), args.gamma, args.lam)
+        mean, std = mpi.statistics(adv)
+        adv, ret = np.float32((adv - mean) / (std + 1e-8)), np.float32(ret)
         batch = {obs_ph: obs, act_ph: act, adv_ph: adv, ret_ph: ret}
         batch |= zip([logp_old_ph, *dist_old_ph], sess.run((logp, *dist), batch), strict=True)
         loss_pi_old, loss_v_old, *_ = sess.run(losses, batch)
 
         # Policy: the natural gradient step. Gradient and Fisher products are averaged over ranks.
-        g = mpi_avg(sess.run(grad_op, batch))
-
-        def fisher(x):
-            Hx = sess.run(fisher_op, {**batch, x_ph: x})
-            return mpi_avg(Hx) + args.damping_coeff * x
-
-        def set_params(x):
-            sess.run(set_params_op, {params_ph: x})
-
-        def measure():
-            return sess.run(losses, batch)
-
-        params = sess.run(params_op).astype(np.float64)
-        step = natural_step(fisher, g, args.delta, args.cg_iters)
+        g = mpi.avg(sess.run(grad_op, batch))
+        step = natural_step(partial(fisher, batch), g, args.delta, args.cg_iters)
 
         # Line search: the longest step that keeps to the KL and improves the objective. Both are
         # averaged, so that all ranks take the same step.
-        loss_pi_start = mpi_avg(loss_pi_old)
+        params = sess.run(params_op).astype(np.float64)
+        loss_pi_start = mpi.avg(loss_pi_old)
         for i in range(args.backtrack_iters):
             set_params(params - args.backtrack_coeff**i * step)
-            loss_pi, _, kl, _ = mpi_avg(measure())
+            loss_pi, _, kl, _ = mpi.avg(sess.run(losses, batch))
             if args.algo == "npg" or (kl <= args.delta and loss_pi <= loss_pi_start):
                 break
         else:
@@ -495,18 +451,15 @@ def train(args):
         for part in minibatches(args.train_v_iters, minibatch_size, len(obs), rng):
             sess.run(train_v, {obs_ph: obs[part], ret_ph: ret[part]})
 
-        loss_pi, loss_v, kl, entropy = measure()
+        loss_pi, loss_v, kl, entropy = sess.run(losses, batch)
         logger.store(LossPi=loss_pi_old, DeltaLossPi=loss_pi - loss_pi_old, Entropy=entropy, KL=kl)
-        logger.store(LossV=loss_v_old * ret_std**2, DeltaLossV=(loss_v - loss_v_old) * ret_std**2)
-        logger.store(VVals=val * ret_std)
+        logger.store(LossV=loss_v_old, DeltaLossV=loss_v - loss_v_old, VVals=val)
         logger.store(BacktrackIters=i)
 
     def export_policy():
         """The policy as `get_action` takes it and policy.npz holds it: a dict of NumPy arrays."""
-        arrays = {"weights": sess.run(ac.pi.net.layers), "activation": args.activation}
-        if args.norm_obs:
-            mean, std = np.float32(buf.stats.mean), np.float32(buf.stats.std)
-            arrays |= {"obs_mean": mean[:-1], "obs_std": std[:-1]}
+        weights = sess.run(ac.pi.net.layers)
+        arrays = {"weights": weights, "activation": args.activation, **env.policy_arrays()}
         if isinstance(action_space, Discrete):
             return arrays | {"distribution": "categorical"}
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
@@ -514,15 +467,12 @@ def train(args):
 
     # Resume: an epoch starts from a reset and draws random numbers of its own, so this is all there
     # is to restore.
-    stateful = {"ac": {p.op.name: p for p in pi_vars + v_vars}}
-    stateful |= {"vf_optimizer": vf_optimizer.variables}
-    if state := logger.load_state():
-        load_variables(sess, stateful, state)
-        buf.stats.load_state_dict(state["stats"])
+    logger.setup_tf_saver(sess, {"obs": obs_ph}, outputs)
+    state = {"networks": mpi_tf1.State(sess), "env": env}
 
     # Main loop: each epoch gathers experience with a fixed policy, then improves it.
-    for epoch in logger.epochs_left():
-        rng = make_rng(args.seed, "rollout", proc_id(), epoch)
+    for epoch in range(logger.load_state(state), args.epochs):
+        rng = mpi.make_rng(args.seed, "rollout", mpi.proc_id(), epoch)
         policy = export_policy()
         o, _ = env.reset(seed=int(rng.integers(2**31)))
         ep_ret, ep_len = 0.0, 0
@@ -531,19 +481,21 @@ def train(args):
             a = get_action(policy, o, rng)
             o2, r, terminated, truncated, _ = env.step(to_env(a, action_space))
             buf.store(o, a, r)
-            o, ep_ret, ep_len = o2, ep_ret + float(r), ep_len + 1
+            o, ep_ret, ep_len = o2, ep_ret + env.rew, ep_len + 1
 
             ended = terminated or truncated or ep_len == args.max_ep_len
-            if ended or t == local_steps_per_epoch - 1:
+            cut = t == local_steps_per_epoch - 1
+            if ended or cut:
                 buf.finish_path(o, terminated)
             if ended:
                 logger.store(EpRet=ep_ret, EpLen=ep_len)
                 o, _ = env.reset()
                 ep_ret, ep_len = 0.0, 0
-            elif t == local_steps_per_epoch - 1:
+            elif cut:
                 logger.store(CutEpRet=ep_ret)
 
         update(rng)
+        env.update_statistics()
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)
@@ -552,22 +504,22 @@ def train(args):
             logger.log_tabular(key, average_only=True)
         logger.log_tabular("VVals", with_min_and_max=True)
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
-        for key in ("LossPi", "LossV", "DeltaLossPi", "DeltaLossV"):
+        for key in ("LossPi", "LossV", "DeltaLossPi", "DeltaLossV", "Entropy", "KL"):
             logger.log_tabular(key, average_only=True)
-        for key in ("Entropy", "KL", "BacktrackIters"):
+        for key in ("BacktrackIters",):
             logger.log_tabular(key, average_only=True)
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()
 
-        if logger.save_due():
-            save_model(sess, {"obs": obs_ph}, outputs, logger.output_dir)
-            state = sess.run(stateful) | {"stats": buf.stats.state_dict()}
-            logger.save_state(export_policy(), state, judged=policy)
-
+        stop = run.stop_requested()  # by a signal, to any rank
+        if stop or logger.save_due():
+            logger.save_state(state, export_policy(), judged=policy)
+        if stop:
+            break
     return logger.close()
 
 
 # Command line -------------------------------------------------------------------------------------
 
 if __name__ == "__main__":
-    main(train, Args)
+    run.main(train, Args)

@@ -1,4 +1,4 @@
-"""Command-line flags from a dataclass: its annotations say which types and which range to accept.
+"""Command-line flags from a dataclass, whose annotations say which range of numbers to accept.
 
     @dataclass
     class Args:
@@ -12,17 +12,14 @@ import difflib
 import json
 import math
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, NamedTuple, get_args, get_type_hints
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from common import UsageError
-from common.mpi_tools import proc_id, under_mpirun
-from common.serialization import printable, read_json
+from common import UsageError, files, mpi
 
 
 class Range(NamedTuple):
@@ -39,11 +36,19 @@ def _json_dict(words):
     return value
 
 
-PosInt = Annotated[int, Range("an integer of at least 1", lambda x: x >= 1)]
-NonNegInt = Annotated[int, Range("an integer of at least 0", lambda x: x >= 0)]
-PosFloat = Annotated[float, Range("above 0", lambda x: 0 < x < math.inf)]
-NonNegFloat = Annotated[float, Range("at least 0", lambda x: 0 <= x < math.inf)]
-Unit = Annotated[float, Range("between 0 and 1", lambda x: 0 <= x <= 1)]
+def _ints(text, holds):
+    return Annotated[int, Range(text, lambda x: type(x) is int and holds(x))]
+
+
+def _floats(text, holds):
+    return Annotated[float, Range(text, lambda x: isinstance(x, int | float) and holds(x))]
+
+
+PosInt = _ints("an integer of at least 1", lambda x: x >= 1)
+NonNegInt = _ints("an integer of at least 0", lambda x: x >= 0)
+PosFloat = _floats("above 0", lambda x: 0 < x < math.inf)
+NonNegFloat = _floats("at least 0", lambda x: 0 <= x < math.inf)
+Unit = _floats("between 0 and 1", lambda x: 0 <= x <= 1)
 Sizes = tuple[PosInt, ...]
 _IS_DICT, _TO_JSON = lambda x: isinstance(x, dict), lambda x: [json.dumps(x)]
 JsonDict = Annotated[
@@ -57,7 +62,7 @@ def flag(name):
 
 
 def parse_args(Args, argv=None):
-    """Read a script's command line into its `Args`.
+    """Read a program's command line into its `Args`.
 
     Args:
         Args: a dataclass; the comment behind a field is its help text.
@@ -70,7 +75,7 @@ def parse_args(Args, argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(argv):
         about = sys.modules[Args.__module__].__doc__
-        tyro.cli(Args, args=["--help"], description=about, console_outputs=proc_id() == 0)
+        tyro.cli(Args, args=["--help"], description=about, console_outputs=mpi.proc_id() == 0)
     for i, (word, value) in enumerate(zip(argv, [*argv[1:], "-"], strict=False)):
         if word == "--resume" and value.startswith("-"):  # its directory may be left out
             argv = [*argv[: i + 1], "True", *argv[i + 1 :]]
@@ -108,48 +113,33 @@ def _parse(Args, argv, **options):
 def _args_of_run(Args, directory):
     """The arguments that config.json in a run directory holds."""
     try:
-        config = read_json(Path(directory, "config.json"))
+        config = files.read_json(Path(directory, "config.json"))
     except (OSError, ValueError) as e:
-        raise UsageError(f"cannot resume {directory}: {printable(e)}") from e
+        raise UsageError(f"cannot resume {directory}: {files.printable(e)}") from e
     names = {field.name for field in dataclasses.fields(Args)} & config.keys()
     values = {name: config[name] for name in names - {"resume", "overwrite", "datestamp"}}
     if "num_cpu" in names:  # as many ranks as it had, however they were started
-        values["num_cpu"] = 1 if under_mpirun() else config.get("ranks", 1)
+        values["num_cpu"] = 1 if mpi.launched() else config.get("ranks", 1)
     args = Args(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
     check_args(args)
     return args
 
 
 def check_args(args):
-    """Raise UsageError if a field of a dataclass is not of its type, or out of its range."""
+    """Raise UsageError if a number in a dataclass is out of the range of its annotation."""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
-        if not _fits(hint, value):
-            text = f"{flag(name)} must be {_words(hint)}, not"
-            raise UsageError(f"{text} {printable(repr(value))}")
+        words = [word for part in get_args(hint) for word in get_args(part)]  # of Literal["auto"]
+        numbers = value if isinstance(value, tuple | list) else [value]
+        for limit in _ranges(hint) if value not in words else ():
+            if not all(map(limit.holds, numbers)):
+                each = "a list, each " if numbers is value else ""
+                text = f"{flag(name)} must be {each}{limit.text}, not"
+                raise UsageError(f"{text} {files.printable(repr(value))}")
 
 
-def _fits(hint, value):
-    """Whether a value is of an annotated type. A bool is no int here, and an int is a float."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin is Annotated:
-        return _fits(inner[0], value) and (not isinstance(inner[1], Range) or inner[1].holds(value))
-    if origin in (Union, types.UnionType):
-        return any(_fits(part, value) for part in inner)
-    if origin is Literal:
-        return isinstance(value, str) and value in inner
-    if origin is tuple:
-        return isinstance(value, tuple | list) and all(_fits(inner[0], x) for x in value)
-    if isinstance(value, bool):
-        return hint is bool
-    return isinstance(value, int | float if hint is float else hint)
-
-
-def _words(hint):
-    """What values an annotated type has, for a message."""
-    inner = get_args(hint)
-    if get_origin(hint) is Annotated:
-        return inner[1].text if isinstance(inner[1], Range) else _words(inner[0])
-    if get_origin(hint) is tuple:
-        return f"a list, each {_words(inner[0])}"
-    return " or ".join(map(_words, inner)) or getattr(hint, "__name__", repr(hint))
+def _ranges(hint):
+    """The ranges in an annotation: its own, of a tuple's items, of a union's parts."""
+    parts = [*getattr(hint, "__metadata__", ()), *get_args(hint)]
+    own = [part for part in parts if isinstance(part, Range)]
+    return own[:1] or [limit for part in parts for limit in _ranges(part)]

@@ -1,4 +1,4 @@
-"""TensorFlow 1's half of the MPI helpers.
+"""TensorFlow 1's half of the MPI helpers: set-up, averaged gradients, Adam, state for checkpoints.
 
 Importing this module loads TensorFlow without its start-up messages and switches it to graph mode:
 import it before `tensorflow.compat.v1`.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.mpi_tools import average, broadcast, check_finite, num_procs, proc_id, threads_per_rank
+from common import mpi
 
 
 def _load_tensorflow():
@@ -22,7 +22,7 @@ def _load_tensorflow():
     Where it is not installed, rank 0 says so in one line and all ranks exit with code 2.
     """
     if importlib.util.find_spec("tensorflow") is None:
-        if proc_id() == 0:
+        if mpi.proc_id() == 0:
             hint = "TensorFlow is not installed: `pip install -r requirements.txt` installs it"
             print(f"{os.path.basename(sys.argv[0])}: error: {hint}", file=sys.stderr)
         sys.exit(2)
@@ -43,7 +43,7 @@ def _load_tensorflow():
 tf = _load_tensorflow()
 
 
-def setup_tf1_for_mpi(parallel_ops=False):
+def setup(parallel_ops=False):
     """A session on a new default graph, with this rank's share of the cores.
 
     It runs on the CPU: where there are GPUs, every rank would otherwise take all of their memory.
@@ -53,8 +53,8 @@ def setup_tf1_for_mpi(parallel_ops=False):
     """
     tf.reset_default_graph()
     config = tf.ConfigProto(
-        intra_op_parallelism_threads=threads_per_rank(),
-        inter_op_parallelism_threads=threads_per_rank() if parallel_ops else 1,
+        intra_op_parallelism_threads=mpi.threads_per_rank(),
+        inter_op_parallelism_threads=mpi.threads_per_rank() if parallel_ops else 1,
         device_count={"GPU": 0},
     )
     return tf.Session(config=config)
@@ -73,61 +73,64 @@ def split_flat(flat, like):
 
 def assign_params_from_flat(x, params):
     """An op that gives variables the values in a flat tensor [N], in the order of `params`."""
-    return tf.group(
-        [tf.assign(p, value) for p, value in zip(params, split_flat(x, params), strict=True)]
-    )
+    pairs = zip(params, split_flat(x, params), strict=True)
+    return tf.group([tf.assign(p, value) for p, value in pairs])
+
+
+def sync_params(params):
+    """An op that gives every rank rank 0's values of some float32 variables."""
+    synced = tf.numpy_function(mpi.broadcast, [flat_concat(params)], tf.float32)
+    return assign_params_from_flat(tf.reshape(synced, [-1]), params)
 
 
 def sync_all_params():
     """An op that gives every rank rank 0's values of all float32 variables."""
-    params = [p for p in tf.global_variables() if p.dtype.base_dtype == tf.float32]
-    synced = tf.numpy_function(broadcast, [flat_concat(params)], tf.float32)
-    return assign_params_from_flat(tf.reshape(synced, [-1]), params)
+    return sync_params([p for p in tf.global_variables() if p.dtype.base_dtype == tf.float32])
 
 
-def mpi_avg_tensor(x):
+def avg_tensor(x):
     """Average a float32 tensor of known shape over all ranks, with one message."""
-    if num_procs() == 1:
+    if mpi.num_procs() == 1:
         return x
-    return tf.ensure_shape(tf.numpy_function(average, [x], tf.float32), x.shape)
+    return tf.ensure_shape(tf.numpy_function(mpi.avg_float32, [x], tf.float32), x.shape)
 
 
-class MpiAdamOptimizer:
+class Adam:
     """Adam (Kingma and Ba 2015, arXiv:1412.6980, algorithm 1) on gradients averaged over ranks.
 
-    The same numbers as torch.optim.Adam: epsilon is added to the square root of the bias-corrected
+    The numbers of torch.optim.Adam: epsilon is added to the square root of the bias-corrected
     second moment, where TensorFlow's own Adam adds it to the uncorrected one.
 
     Args:
-        learning_rate, beta1, beta2, epsilon: as in the paper; floats.
+        lr, beta1, beta2, epsilon: as in the paper; floats. `lr` may be a tensor.
         name: scope of the optimizer's variables: one that is used twice needs two names.
     """
 
-    def __init__(self, learning_rate, beta1=0.9, beta2=0.999, epsilon=1e-8, name="adam"):
-        self.learning_rate, self.epsilon, self.name = learning_rate, epsilon, name
+    def __init__(self, lr, beta1=0.9, beta2=0.999, epsilon=1e-8, name="adam"):
+        self.lr, self.epsilon, self.name = lr, epsilon, name
         self.beta1, self.beta2 = np.float32(beta1), np.float32(beta2)  # what the kernel computes in
-        self.variables = {}  # the step count and the moments by name, for checkpoints
 
     def compute_gradients(self, loss, var_list):
         """Returns [(gradient, variable), ...], the gradients averaged over all ranks."""
-        flat = mpi_avg_tensor(flat_concat(tf.gradients(loss, var_list)))
+        flat = avg_tensor(flat_concat(tf.gradients(loss, var_list)))
         return list(zip(split_flat(flat, var_list), var_list, strict=True))
 
     def apply_gradients(self, grads_and_vars):
         """An op that takes one step. Call this once per optimizer."""
+        zeros = lambda name, x: tf.get_variable(name, initializer=x, trainable=False)  # noqa: E731
         with tf.variable_scope(self.name):
-            self.step = self._slot("step", np.zeros((), np.int64))
+            self.step = zeros("step", np.zeros((), np.int64))
         with tf.control_dependencies([tf.assign_add(self.step, 1)]):
             steps = tf.cast(self.step.read_value(), tf.float64)
         correction1, correction2 = (1 - np.float64(b) ** steps for b in (self.beta1, self.beta2))
         # Beta powers of 0 switch off the kernel's own bias correction. It then computes
         # var -= step_size m / (sqrt(v) + epsilon sqrt(correction2)), which is torch's step.
-        step_size = tf.cast(self.learning_rate * tf.sqrt(correction2) / correction1, tf.float32)
+        step_size = tf.cast(self.lr * tf.sqrt(correction2) / correction1, tf.float32)
         epsilon = tf.cast(self.epsilon * tf.sqrt(correction2), tf.float32)
         steps_taken = []
         for grad, var in grads_and_vars:
             with tf.variable_scope(f"{self.name}/{var.op.name}"):
-                m, v = (self._slot(name, np.zeros(var.shape, np.float32)) for name in ("m", "v"))
+                m, v = (zeros(name, np.zeros(var.shape, np.float32)) for name in ("m", "v"))
             step = tf.raw_ops.ResourceApplyAdam(
                 var=var.handle, m=m.handle, v=v.handle, beta1_power=0.0, beta2_power=0.0,
                 lr=step_size, beta1=self.beta1, beta2=self.beta2, epsilon=epsilon, grad=grad,
@@ -139,38 +142,29 @@ class MpiAdamOptimizer:
         """An op that takes one step down the gradient of `loss`, averaged over all ranks."""
         return self.apply_gradients(self.compute_gradients(loss, var_list))
 
-    def _slot(self, name, value):
-        variable = tf.get_variable(name, initializer=value, trainable=False)
-        self.variables[variable.op.name] = variable
-        return variable
 
+class State:
+    """All variables of a session's graph, for `EpochLogger.save_state` and `load_state`."""
 
-def load_variables(sess, tree, values):
-    """Set variables to what `sess.run(tree)` once returned.
+    def __init__(self, sess):
+        self.sess, self.variables = sess, {v.op.name: v for v in tf.global_variables()}
 
-    Args:
-        tree: nested dicts of variables.
-        values: nested dicts of arrays, with the same keys; nothing happens if it is None.
-    """
-    for key, node in tree.items() if values else ():
-        if isinstance(node, dict):
-            load_variables(sess, node, values[key])
-        else:
-            node.load(values[key], sess)
+    def state_dict(self):
+        """The variables as arrays, {name: array}."""
+        return self.sess.run(self.variables)
+
+    def load_state_dict(self, arrays):
+        """Give the variables the values that `state_dict` once returned."""
+        for name, variable in self.variables.items():
+            variable.load(arrays[name], self.sess)
 
 
 def save_model(sess, inputs, outputs, output_dir):
-    """Write tf1_save/ in the run directory: a SavedModel, its signature named as given here.
+    """Write tf1_save/ in a run directory: a SavedModel, its signature named as given here.
 
     Args:
         inputs, outputs: dicts of tensors by name.
-
-    Raises:
-        FloatingPointError: on all ranks, if a parameter is NaN or infinite; nothing was written.
     """
-    check_finite("the networks", parameter=sess.run(tf.trainable_variables()))
-    if proc_id() > 0:
-        return
     if not tf.get_collection("saver"):  # made once: each new one would add its ops to the graph
         tf.add_to_collection("saver", tf.train.Saver())
     signature = tf.saved_model.predict_signature_def(inputs, outputs)

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.checkpoint import tree_from_bytes
+from common.files import read_npz
 
 ON_POLICY = [f"{algo}_{f}" for algo in ("vpg", "trpo", "ppo") for f in ("torch", "tf1")]
 OFF_POLICY = [f"{algo}_{f}" for algo in ("ddpg", "td3", "sac") for f in ("torch", "tf1")]
@@ -28,6 +28,18 @@ SCRIPTS = ON_POLICY + OFF_POLICY
 FAKE, GRID = ROOT / "tests" / "fake_script.py", ROOT / "benchmark" / "grid.py"
 PATH = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
 MPIRUN = shutil.which("mpirun", path=PATH)
+NO_TENSORFLOW = importlib.util.find_spec("tensorflow") is None
+
+
+class NoTensorFlow:
+    """In place of common.mpi_tf1 where TensorFlow is not installed: importing from it skips."""
+
+    def __getattr__(self, name):
+        pytest.skip("needs TensorFlow", allow_module_level=True)
+
+
+if NO_TENSORFLOW:
+    sys.modules["common.mpi_tf1"] = NoTensorFlow()
 
 
 # Workers of pytest-xdist share the cores out, so that what they start does not fight for them.
@@ -101,6 +113,8 @@ def load_script(name):
 
 def command(program, *flags, ranks=1):
     """The command line of a script in algos/ (by name) or of any program (by path)."""
+    if NO_TENSORFLOW and "_tf1" in str(program):
+        pytest.skip("needs TensorFlow")
     path = ROOT / "algos" / f"{program}.py" if not str(program).endswith(".py") else program
     mpirun = [MPIRUN, "-np", str(ranks)] if ranks > 1 else []
     return [*mpirun, sys.executable, str(path), *map(str, flags)]
@@ -140,7 +154,8 @@ def read_status(directory):
 
 def saved_epochs(directory):
     """Epochs that a run has checkpoints of, and 0, from which it can start at any time."""
-    return [0, *sorted(int(p.name[-6:]) for p in Path(directory).glob("checkpoint/epoch_*"))]
+    paths = Path(directory).glob("checkpoint/epoch_*_rank_0.npz")
+    return [0, *sorted(int(path.name[6:12]) for path in paths)]
 
 
 def contents(directory):
@@ -179,9 +194,8 @@ def kill_all(pid):
 
 
 def rank_state(directory, rank=0):
-    """What the newest checkpoint of a run holds of a rank: the script's part."""
-    newest = sorted(directory.glob("checkpoint/epoch_*"))[-1]
-    return tree_from_bytes((newest / f"rank_{rank}.npz").read_bytes())["script"]
+    """What the newest checkpoint of a run holds of a rank: {name: array}, `networks/...`."""
+    return read_npz(sorted(directory.glob(f"checkpoint/epoch_*_rank_{rank}.npz"))[-1])
 
 
 def saved_model(directory, **inputs):

@@ -12,10 +12,8 @@ from typing import Literal
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
 
-from common import UsageError
+from common import UsageError, run
 from common.args import JsonDict, NonNegFloat, NonNegInt, PosInt, Sizes, Unit
-from common.cli import experiment, main
-from common.logger import start_run
 
 
 @dataclass
@@ -41,13 +39,12 @@ class Args:
     refuse: bool = False  # bad input: exit code 2 before anything is made
 
 
-@experiment
+@run.experiment
 def train(args):
     if args.refuse:
         raise UsageError("refused")
-    logger = start_run(args, __file__)
-    logger.load_state()
-    for epoch in logger.epochs_left():
+    logger = run.start(args, __file__)
+    for epoch in range(logger.load_state({}), args.epochs):
         time.sleep(args.epoch_seconds)
         if epoch == args.fail_at and not Path(args.data_dir, "fixed").exists():
             raise RuntimeError("it broke")
@@ -56,10 +53,13 @@ def train(args):
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()
-        if logger.save_due():
+        stop = run.stop_requested()
+        if stop or logger.save_due():
             logger.save_state({}, {})
+        if stop:
+            break
     return logger.close()
 
 
 if __name__ == "__main__":
-    main(train, Args)
+    run.main(train, Args)

@@ -25,9 +25,9 @@ from conftest import (
 )
 from gymnasium import spaces
 
-from common import UsageError, mpi_tools
+from common import UsageError, mpi
 from common.args import JsonDict, NonNegInt, PosFloat, PosInt, Sizes, Unit, check_args, parse_args
-from common.cli import make_env
+from common.run import make_env
 
 QUICK = ["--env-id", "CartPole-v1", "--steps-per-epoch", "400"]
 
@@ -74,7 +74,7 @@ def test_flags():
         ("--vebrose", "Unrecognized options: --vebrose (perhaps --verbose?)"),
         ("--env_kwarg {}", "Unrecognized options: --env_kwarg, {} (perhaps --env-kwargs?)"),
         ("--activation foo", "--activation: expected one of tanh, relu, not foo"),
-        ("--num-cpu 0", "--num-cpu must be an integer of at least 1 or 'auto', not 0"),
+        ("--num-cpu 0", "--num-cpu must be an integer of at least 1, not 0"),
         ("--num-cpu all", "--num-cpu: no type matching INT|{auto}"),
         ("--resume /nowhere --lr 1", "cannot resume /nowhere: "),
         ("stray", "Unrecognized options: stray"),
@@ -92,16 +92,15 @@ def test_bad_flags_are_one_line(monkeypatch, words, message):
 
 WRONG = [
     *({"n": x} for x in (500.0, True, "7", None, 0)),
-    *({"lr": x} for x in (True, "0.1", None, 0, float("nan"))),
-    *({"sizes": x} for x in (64, "64", (64, 1.0), (64, 0))),
+    *({"lr": x} for x in ("0.1", None, 0, float("nan"))),
+    *({"sizes": (64, x)} for x in (1.0, 0)),
     *({"num_cpu": x} for x in ("all", 0, True)),
-    *({"activation": x} for x in ("foo", None)),
-    *({"env_kwargs": [1]}, {"verbose": 1}, {"name": 3}, {"resume": None}, {"gamma": 1.5}),
+    {"gamma": 1.5},
 ]
 
 
 @pytest.mark.parametrize("values", WRONG, ids=str)
-def test_types_and_ranges_are_checked_from_python(values):
+def test_numbers_are_checked_from_python(values):
     (name,) = values
     with pytest.raises(UsageError, match=rf"^--{name.replace('_', '-')} must be .*, not "):
         check_args(Args(**values))
@@ -190,7 +189,7 @@ def test_bad_input_is_refused_by_every_script(tmp_path, odd_spaces, script):
     cases = BAD_INPUT[1:12] + BAD_INPUT[13:14]
     if script.endswith("_torch"):
         cases = [*cases, (["--device", "quantum"], "--device quantum cannot be used")]
-    if script in ON_POLICY:
+    if "ppo" in script:
         words = ["--minibatch-size", "4001"]
         cases = [*cases, (words, "--minibatch-size 4001 is above --steps-per-epoch, 4000")]
     for flags, message in cases:
@@ -259,12 +258,12 @@ def test_resume_relaunches_with_the_ranks_that_the_run_had(tmp_path):
 @pytest.mark.parametrize("cores, ranks", [(1, None), (6, "6")])
 def test_num_cpu_auto_takes_all_cores(monkeypatch, cores, ranks):
     started = []
-    monkeypatch.setattr(mpi_tools, "cores", lambda: cores)
-    monkeypatch.setattr(os, "execve", lambda path, words, env: started.append(words))
-    mpi_tools.mpi_fork("auto")
+    monkeypatch.setattr(mpi, "cores", lambda: cores)
+    monkeypatch.setattr(os, "execv", lambda path, words: started.append(words))
+    mpi.fork("auto")
     assert [words[1:3] for words in started] == ([["-np", ranks]] if ranks else [])
     monkeypatch.setenv("PMI_RANK", "0")  # under an mpirun of the user's: as many as there are
-    mpi_tools.mpi_fork("auto")
+    mpi.fork("auto")
     assert len(started) == bool(ranks)
 
 

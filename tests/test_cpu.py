@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, run, run_dir
 
-from common import cpu
+from common import files, mpi_pytorch
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
@@ -20,7 +20,8 @@ NUMBERS = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from common import cpu, mpi_pytorch
+from common import mpi_pytorch
+mkl = mpi_pytorch.switch_mkl()
 x, w = (torch.randn(n, 256, generator=torch.Generator().manual_seed(n)) for n in (512, 300))
 functions = torch.tanh, torch.exp, torch.sin, lambda x: x @ w.T.to(x) / 16, lambda x: x.std(0)
 errors = []
@@ -30,7 +31,7 @@ for f in functions:
 intel = getattr(__import__("ctypes").CDLL({str(LIBRARY)!r}), "mkl_serv_intel_cpu_true", int)()
 maps = [line.split() for line in open("/proc/self/maps")] if sys.platform == "linux" else []
 writable_code = [m[-1] for m in maps if m[1].startswith("rwx") and "torch" in m[-1]]
-print(json.dumps([cpu.mkl, intel, writable_code, errors]))
+print(json.dumps([mkl, intel, writable_code, errors]))
 """
 
 
@@ -49,7 +50,7 @@ def test_numbers_agree_with_the_plain_path():
         assert max(errors) < 3e-6 and writable == []
         assert mkl == "default" or intel == 1
     assert plain[0] == "default"
-    if plain[1] == 0 and "AMD" in cpu.cpu_name() and hasattr(os, "sched_getaffinity"):
+    if plain[1] == 0 and "AMD" in files.cpu_name() and hasattr(os, "sched_getaffinity"):
         assert switched[:2] == ["as on Intel", 1]
 
 
@@ -77,20 +78,25 @@ LIBRARIES = {"missing": OSError(), "without MKL": object(), "hardened": Hardened
 
 @pytest.mark.parametrize("kind", [*OTHERS, *LIBRARIES])
 def test_other_cpus_and_libraries_are_left_alone(tmp_path, monkeypatch, kind):
-    if info := OTHERS.get(kind, AMD):
-        (tmp_path / "cpuinfo").write_text(info)
+    info, cpuinfo = OTHERS.get(kind, AMD), tmp_path / "cpuinfo"
+    if info:
+        cpuinfo.write_text(info)
     if kind == "off":
         monkeypatch.setenv("TORCH_MKL_AMD", "0")
-    monkeypatch.setattr(cpu, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(
+        files, "Path", lambda path: cpuinfo if path == "/proc/cpuinfo" else Path(path)
+    )
     opened = mock.Mock(side_effect=[LIBRARIES.get(kind)] * 2)
-    monkeypatch.setattr(cpu.ctypes, "CDLL", opened)
-    cpu.switch_mkl("library.so")
-    assert cpu.cpu_name() == ("AuthenticAMD X (family 25, model 17)" if info == AMD else "unknown")
-    assert cpu.mkl == "default" and opened.called == (kind in LIBRARIES)
+    monkeypatch.setattr(mpi_pytorch.ctypes, "CDLL", opened)
+    mkl = mpi_pytorch.switch_mkl()
+    assert files.cpu_name() == (
+        "AuthenticAMD X (family 25, model 17)" if info == AMD else "unknown"
+    )
+    assert mkl == "default" and opened.called == (kind in LIBRARIES)
 
 
 def test_config_names_cpu_and_mkl(tmp_path):
     flags = ["--epochs", 1, "--steps-per-epoch", 100, "--data-dir", tmp_path, "--exp-name", "x"]
     run("ppo_torch", "--env-id", "CartPole-v1", *flags, env={"TORCH_MKL_AMD": "0"})
     versions = json.loads((run_dir(tmp_path, "x") / "config.json").read_text())["versions"]
-    assert versions["mkl"] == "default" and versions["cpu"] == cpu.cpu_name() != ""
+    assert versions["mkl"] == "default" and versions["cpu"] == files.cpu_name() != ""

@@ -43,7 +43,9 @@ from conftest import (
     wait_for,
 )
 
+import common.run
 from common import UsageError, logger
+from common.files import read_npz
 from common.mpi_tf1 import tf
 
 
@@ -98,6 +100,12 @@ def surroundings(tmp_path, monkeypatch):
 # One fault after another --------------------------------------------------------------------------
 
 
+def cut_replay(path):
+    """Cut off the end of what a checkpoint, and not the one before, needs of the replay file."""
+    size = int(read_npz(path)["about/replay"][0])
+    os.truncate(path.with_name(f"replay_rank_{path.stem[-1]}.bin"), size - 7)
+
+
 # What is seen of a fault: the word in status.json, and what stands on stderr.
 FAILED, STOPPING = "failed on rank {rank} of 2", "stopping at the end of this epoch"
 SEEN = {
@@ -112,14 +120,14 @@ SEEN = {
     "sigusr1": ("interrupted", f"SIGUSR1: {STOPPING}"),
     "sigterm_twice": ("interrupted", f"SIGTERM: {STOPPING}"),
 }
-# (rank, where, how), and what is done to the newest checkpoint before the run is resumed.
+# (rank, where, how), and what is done to which rank's newest checkpoint before the run is resumed.
 SAC_TORCH = [
-    (0, "rollout", "raises", flip_a_bit, "epoch_{:06d}/rank_1.npz"),
+    (0, "rollout", "raises", flip_a_bit, 1),
     (1, "update", "exits"),
-    (0, "save", "raises", truncate, "journal/rank_1_{:06d}.npz"),
+    (0, "save", "raises", cut_replay, 1),
     (1, "save", "kill"),
     (0, "rollout", "kill_mpirun"),
-    (1, "rollout", "nan_observation", Path.unlink, "epoch_{:06d}/rank_1.npz"),
+    (1, "rollout", "nan_observation", Path.unlink, 1),
     (1, "rollout", "full_disk"),
     (0, "save", "sigterm"),
     (1, "save", "sigterm_twice"),
@@ -127,15 +135,15 @@ SAC_TORCH = [
     (0, "reset", "sigint"),
 ]
 TRPO_TF1 = [
-    (1, "reset", "raises", Path.unlink, "epoch_{:06d}/rank_0.npz"),
-    (0, "update", "kill", flip_a_bit, "epoch_{:06d}/rank_1.npz"),
+    (1, "reset", "raises", Path.unlink, 0),
+    (0, "update", "kill", flip_a_bit, 1),
     (1, "save", "raises"),
     (0, "rollout", "full_disk"),
     (0, "save", "sigusr1"),
     (0, "rollout", "sigterm_twice"),
 ]
 TD3_TF1 = [
-    (0, "save", "sigint", flip_a_bit, "journal/rank_0_{:06d}.npz"),
+    (0, "save", "sigint", cut_replay, 0),
     (0, "save", "sigterm_twice"),
     (0, "rollout", "full_disk"),
     (0, "rollout", "sigusr1"),
@@ -177,8 +185,8 @@ def test_one_fault_after_another(tmp_path, script, ranks, career):
 
         warning = None
         if damage:
-            (spoil, file), newest = damage, saved_epochs(directory)[-1]
-            spoil(directory / "checkpoint" / file.format(newest))
+            (spoil, other), newest = damage, saved_epochs(directory)[-1]
+            spoil(directory / "checkpoint" / f"epoch_{newest:06d}_rank_{other}.npz")
             warning = f"WARNING: checkpoint epoch_{newest:06d} is damaged"
     run(script, *words, ranks=ranks)
     assert_same_run(run_dir(tmp_path, "whole"), directory)
@@ -221,7 +229,7 @@ BAD = {
     "infinite reward": "reward is NaN or infinite",
     "nan action": "action is NaN or infinite",
     "nan loss": "LossPi is NaN or infinite on rank 0 in epoch 1",
-    "nan parameter": "parameter is NaN or infinite on rank 0 in the networks",
+    "nan parameter": "parameter is NaN or infinite on rank 0 in epoch 1",
     "huge reward": "(action|parameter|Loss.*) is NaN or infinite.*",
 }
 QUICK = [(script, kind) for script in ("ppo_torch", "sac_torch") for kind in BAD]
@@ -241,21 +249,20 @@ def spoil(monkeypatch, module, kind):
         bad = {"LossPi": np.float32("nan")} if self.epoch == 1 and "LossPi" in values else {}
         real(self, **{**values, **bad})
 
-    def save_model(net, *args, real=module.save_model):
+    def save_state(self, state, *args, real=logger.EpochLogger.save_state, **kwargs):
+        networks = state["networks"]
         if next(saves) == 2:
-            if isinstance(net, torch.nn.Module):
-                next(net.parameters()).data.fill_(np.nan)
-            else:  # a session
-                p = tf.trainable_variables()[0]
-                p.load(np.full(p.shape, np.nan), net)
-        real(net, *args)
+            arrays = networks.state_dict()
+            next(iter(arrays.values())).fill(np.nan)
+            networks.load_state_dict(arrays)
+        real(self, state, *args, **kwargs)
 
     if kind == "nan action":
         monkeypatch.setattr(module, "get_action", get_action)
     elif kind == "nan loss":
         monkeypatch.setattr(logger.EpochLogger, "store", store)
     elif kind == "nan parameter":
-        monkeypatch.setattr(module, "save_model", save_model)
+        monkeypatch.setattr(logger.EpochLogger, "save_state", save_state)
 
 
 @pytest.mark.parametrize("script, kind", BY_SCRIPT)
@@ -270,8 +277,10 @@ def test_no_policy_of_nans_is_saved(tmp_path, script, kind, monkeypatch):
         module.train(module.Args(**args))
     directory = run_dir(tmp_path, "run")
     assert saved_epochs(directory) == [0, 1]
-    saved = rank_state(directory)["ac"]
-    if script.endswith("torch"):
+    arrays, of_torch = rank_state(directory), script.endswith("torch")
+    start = "networks/ac/" if of_torch else "networks/"
+    saved = {k.removeprefix(start): x for k, x in arrays.items() if k.startswith(start)}
+    if of_torch:
         state = torch.load(directory / "torch_save" / "model.pt", weights_only=True)
         model = {name: x.numpy() for name, x in state.items()}
     else:
@@ -342,21 +351,22 @@ def test_odd_but_usable_environments(tmp_path, script):
 
 def test_killed_at_every_step_of_a_save(tmp_path):
     """kill -9 before each call that changes the disk, cleaning up included: the checkpoint that
-    loads is whole, the one before or the new one, with its journal; and the next save succeeds."""
+    loads is whole, with its replay buffer, the one before or the new one; the next save works."""
     source = """
 import os, signal
 import numpy as np
-from common.checkpoint import Checkpointer
+from common.files import Checkpoints
 from conftest import Buffer
 
 def save(directory, epoch):
-    saver = Checkpointer(directory)
-    saver.load(Buffer(2))
+    saver = Checkpoints(directory)
+    saver.read()
     saver.save(epoch, {"t": np.full(9, epoch)}, Buffer(2, epoch))
 
 def check(directory, *epochs):
-    buffer = Buffer(2)
-    epoch, state = Checkpointer(directory).load(buffer)
+    saver, buffer = Checkpoints(directory), Buffer(2)
+    epoch, state = saver.read()
+    saver.restore(buffer)
     assert epoch in epochs and (state["t"] == epoch).all(), epoch
     assert buffer.count == epoch and (buffer.data == Buffer(2, epoch).data).all()
     return epoch
@@ -391,7 +401,7 @@ while True:
 print("deaths:", deaths)
 """
     out = mpi(tmp_path, source, 1, cwd=tmp_path).stdout
-    assert int(out.split("deaths:")[1]) >= 10
+    assert int(out.split("deaths:")[1]) >= 6
 
 
 @pytest.mark.parametrize("script", ["sac_torch", slow("trpo_tf1")])
@@ -402,7 +412,7 @@ def test_resumed_for_longer_or_refused(tmp_path, script, monkeypatch):
     train(script, **args | {"exp_name": "whole", "epochs": 4})
     with monkeypatch.context() as m:
         stops = iter([False, True])
-        m.setattr(logger, "stop_requested", lambda: next(stops))
+        m.setattr(common.run, "stop_requested", lambda: next(stops))
         assert not train(script, **args, epochs=3)
     directory, aside = run_dir(tmp_path, "run"), tmp_path / "aside"
     args |= {"resume": True, "epochs": 4}
@@ -424,8 +434,8 @@ def test_resumed_for_longer_or_refused(tmp_path, script, monkeypatch):
             "txt is damaged: it does not have the",
         ),
         (4, "progress.txt", gone, "progress.txt is damaged: .*No such file"),
-        (4, "checkpoint", gone, "2 epochs are done, and checkpoint/ is gone; --overwrite"),
-        (4, "checkpoint/*/rank_0.npz", truncate, "no usable checkpoint"),
+        (4, "checkpoint", gone, "2 epochs are done, and their checkpoints are gone; --overwrite"),
+        (4, "checkpoint/epoch_*", truncate, "no usable checkpoint"),
     ):
         shutil.copytree(directory, aside)
         for path in list(directory.glob(name)):
@@ -468,12 +478,11 @@ def test_two_processes_on_one_directory(tmp_path, script):
 
 @pytest.mark.parametrize("script", ["ppo_torch", slow("td3_tf1")])
 def test_nothing_but_a_place_for_the_data(tmp_path, script):
-    """Standard input, output and error closed, a working directory in which nobody can write, and a
-    path of letters that are not in ASCII."""
+    """No standard input, a working directory in which nobody can write, and a path of letters that
+    are not in ASCII."""
     here = tmp_path / "Übung №1"
     words = command(script, *flags(script, data_dir=here, exp_name="run", epochs=2))
-    words = ["bash", "-c", 'exec "$@" <&- >&- 2>&-', "bash", *words]
-    subprocess.run(words, cwd="/proc", check=True, timeout=100)
+    subprocess.run(words, stdin=subprocess.DEVNULL, cwd="/proc", check=True, timeout=100)
     assert read_status(run_dir(here, "run"))["status"] == "finished"
     assert len(progress(run_dir(here, "run"))) == 2
 

@@ -18,12 +18,13 @@ from conftest import (
     mpi,
     read_status,
     run_dir,
+    saved_model,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common import UsageError, serialization
-from common.logger import EpochLogger, abandon, setup_logger_kwargs, start_run
-from common.serialization import read_json
+from common import UsageError, files, run
+from common.files import read_json, setup_logger_kwargs
+from common.logger import EpochLogger
 
 
 def one_epoch(logger, epoch, returns):
@@ -38,13 +39,26 @@ def one_epoch(logger, epoch, returns):
     logger.dump_tabular()
 
 
+class Part:
+    """A part of a run's state: one array."""
+
+    def __init__(self, w):
+        self.w = w
+
+    def state_dict(self):
+        return {"a/w": self.w}
+
+    def load_state_dict(self, arrays):
+        self.w = arrays["a/w"]
+
+
 def save(logger):
     weights = [(np.ones((2, 3)), np.zeros(3))]
-    logger.save_state({"weights": weights, "activation": "tanh"}, {"w": np.ones(3)})
+    logger.save_state({}, {"weights": weights, "activation": "tanh"})
 
 
 def start(tmp_path, **kwargs):
-    return start_run(Args(data_dir=str(tmp_path), **kwargs), "algos/some_script.py")
+    return run.start(Args(data_dir=str(tmp_path), **kwargs), "algos/some_script.py")
 
 
 def test_directories(tmp_path):
@@ -92,9 +106,9 @@ def test_tensorboard_reads_the_events(tmp_path):
     one_epoch(logger, 0, [1.0])
     save(logger)
     one_epoch(logger, 1, [5.0])  # no checkpoint after this row: a resumed run makes it again
-    logger.close_lock()
+    logger.release()
     logger = start(tmp_path, resume=True)
-    assert logger.load_state()["w"].sum() == 3 and logger.epoch == 1
+    assert logger.load_state({}) == logger.epoch == 1
     one_epoch(logger, 1, [7.0])
     logger.close()
     events = EventAccumulator(str(logger.output_dir)).Reload()
@@ -106,7 +120,7 @@ def test_tensorboard_reads_the_events(tmp_path):
 
 def test_no_framework_is_imported():
     """Not by common/ either, nor by what shows a policy: both take seconds."""
-    code = "import sys, common.cli, benchmark.test_policy\n"
+    code = "import sys, common.run, benchmark.test_policy\n"
     code += "assert not {'torch', 'tensorflow'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -124,7 +138,7 @@ def test_statistics_over_ranks(tmp_path):
     source = """
 import numpy as np
 from common.logger import EpochLogger
-from common.mpi_tools import proc_id
+from common.mpi import proc_id
 logger = EpochLogger("run")
 if proc_id() == 0:  # rank 1 finished no episode in this epoch
     logger.store(EpRet=2.0)
@@ -160,6 +174,8 @@ def test_a_run_is_never_written_over(tmp_path):
     assert resumed.finished and resumed.close()  # a no-op
     with pytest.raises(UsageError, match="2 epochs are done, --epochs is 1"):
         start(tmp_path, resume=True, epochs=1)
+    with pytest.raises(UsageError, match="exclude each other"):
+        start(tmp_path, resume=True, overwrite=True)
     assert before == contents(tmp_path)
     start(tmp_path, overwrite=True).close()
     names = {path.name for path in logger.output_dir.iterdir()}
@@ -176,11 +192,11 @@ def test_what_may_change_on_resume(tmp_path, capsys):
     path = logger.output_dir / "config.json"
     path.write_text(path.read_text().replace(f'"numpy": "{np.__version__}"', '"numpy": "1.0"'))
     logger = start(tmp_path, resume=True, epochs=3)
-    assert logger.load_state() and logger.epoch == 2 and not logger.finished
+    assert logger.load_state({}) == 2 and not logger.finished
     assert f"numpy {np.__version__}; the run began with 1.0" in capsys.readouterr().out
     epochs(logger, 1)
     assert logger.close(clear=True)
-    with pytest.raises(UsageError, match=r"cannot extend .*replay buffer and all, are deleted"):
+    with pytest.raises(UsageError, match=r"cannot resume .*3 epochs are done, and their checkp"):
         start(tmp_path, resume=True, epochs=4)
     assert start(tmp_path, resume=True, epochs=3).finished
 
@@ -196,19 +212,19 @@ def test_resume_drops_rows_without_checkpoint(tmp_path):
     one_epoch(logger, 0, [1.0])
     save(logger)
     one_epoch(logger, 1, [2.0])
-    before = logger.progress_path.read_text()
-    logger.progress_path.write_text(before + "2\t3.0\t")  # killed in the middle of a row
-    logger.close_lock()
+    before = logger.output_path.read_text()
+    logger.output_path.write_text(before + "2\t3.0\t")  # killed in the middle of a row
+    logger.release()
     logger = start(tmp_path, epochs=9, resume=True)
-    assert logger.load_state() and logger.epoch == 1
-    assert logger.progress_path.read_text() == "".join(before.splitlines(keepends=True)[:2])
+    assert logger.load_state({}) == 1
+    assert logger.output_path.read_text() == "".join(before.splitlines(keepends=True)[:2])
     one_epoch(logger, 1, [2.0])
     logger.close()
-    assert pd.read_csv(logger.progress_path, sep="\t").Epoch.tolist() == [0, 1]
+    assert pd.read_csv(logger.output_path, sep="\t").Epoch.tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("status", [None, "failed"])
-def test_ended_before_the_first_save(tmp_path, capsys, status):
+def test_ended_before_the_first_save(tmp_path, status):
     """Killed before it could write a status, or failed after an epoch: it starts anew."""
     logger = start(tmp_path)
     if status:
@@ -216,19 +232,18 @@ def test_ended_before_the_first_save(tmp_path, capsys, status):
         logger.write_status(status)
     else:
         (logger.output_dir / "status.json").unlink()
-    logger.close_lock()
+    logger.release()
     logger = start(tmp_path, resume=True)
-    assert logger.load_state() is None and logger.epoch == 0 and not logger.finished
-    assert "Nothing to resume: starting from the beginning" in capsys.readouterr().out
-    assert not logger.progress_path.exists() and read_status(logger.output_dir)["epoch"] == 0
+    assert logger.load_state({}) == 0 and not logger.finished
+    assert not logger.output_path.exists() and read_status(logger.output_dir)["epoch"] == 0
 
 
 def test_a_full_disk_has_room_for_the_status(tmp_path, monkeypatch):
     """Where no new file can be written, the old status.json is written over."""
     logger = start(tmp_path, epochs=1234567)
     full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(serialization, "write_atomically", mock.Mock(side_effect=full))
-    abandon("failed", str(full))
+    monkeypatch.setattr(files, "write_atomically", mock.Mock(side_effect=full))
+    run.abandon("failed", str(full))
     state = read_status(logger.output_dir)
     assert (state["status"], state["error"]) == ("failed", str(full))
 
@@ -243,28 +258,15 @@ def test_losses_and_returns_are_finite(tmp_path, key):
     logger.store(**{key: np.array([0.5, -np.inf])})
     with pytest.raises(FloatingPointError, match=f"{key} is NaN or infinite on rank 0 in epoch 1"):
         logger.log_tabular(key, average_only=True)
-    assert pd.read_csv(logger.progress_path, sep="\t")[key].isna().tolist() == [True]
+    assert pd.read_csv(logger.output_path, sep="\t")[key].isna().tolist() == [True]
     logger.close()
-
-
-@pytest.mark.parametrize("stop, saved", [(None, [3, 6, 7]), (4, [3, 4])])
-def test_the_end_of_an_epoch(tmp_path, monkeypatch, stop, saved):
-    """Which epochs are left, and when a checkpoint is due: also when a stop was asked for."""
-    logger, saves = start(tmp_path, epochs=7), []
-    logger.save_freq = 3
-    monkeypatch.setattr("common.logger.stop_requested", lambda: logger.epoch == stop)
-    for epoch in logger.epochs_left():
-        one_epoch(logger, epoch, [1.0])
-        saves += [logger.epoch] if logger.save_due() else []
-    assert saves == saved and logger.close() is (stop is None)
-    assert read_status(logger.output_dir)["status"] == ("interrupted" if stop else "finished")
 
 
 def test_bad_numbers_are_not_saved(tmp_path):
     logger = start(tmp_path)
     one_epoch(logger, 0, [1.0])
     with pytest.raises(FloatingPointError, match="parameter is NaN or infinite on rank 0"):
-        logger.save_state({}, {"ac": [np.ones(2), np.array([1, np.inf])], "name": "x"})
+        logger.save_state({"ac": Part(np.array([1, np.inf]))}, {})
     logger.close()
     assert not (logger.output_dir / "policy.npz").exists()
 
@@ -289,8 +291,7 @@ def snapshots(tmp_path, kills=(), test=False):
     for kill in [*kills, None]:
         logger = start(tmp_path, resume=True, exp_name=f"{kills} {test}", epochs=7)
         logger.save_freq, logger.snapshots = 2, True
-        logger.load_state()
-        for epoch in logger.epochs_left():
+        for epoch in range(logger.load_state({}), 7):
             if test:
                 logger.log_tabular("AverageTestEpRet", -RETURNS[epoch])
             one_epoch(logger, epoch, [RETURNS[epoch]])
@@ -298,9 +299,9 @@ def snapshots(tmp_path, kills=(), test=False):
                 save(logger)
             if epoch == kill:
                 break
-        logger.close_lock()
-    files = logger.output_dir.glob("policy_*.npz")
-    return {path.name: int(np.load(path)["epoch"]) for path in files}
+        logger.release()
+    paths = logger.output_dir.glob("policy_*.npz")
+    return {path.name: int(np.load(path)["epoch"]) for path in paths}
 
 
 def test_snapshots(tmp_path):
@@ -327,16 +328,15 @@ def test_the_best_is_the_policy_that_earned_it(tmp_path, script, best):
     assert all((saved[0][key] == saved[1][key]).all() for key in saved[0])
 
 
-def test_a_stop_adds_no_snapshot(tmp_path, monkeypatch):
+def test_a_stop_adds_no_snapshot(tmp_path):
     """Nor can the policy that is saved there become the best: a run that is left alone has none."""
     logger = start(tmp_path, epochs=9)
     logger.save_freq, logger.snapshots = 2, True
-    monkeypatch.setattr("common.logger.stop_requested", lambda: logger.epoch == 3)
-    for epoch in logger.epochs_left():
+    for epoch in range(3):
         one_epoch(logger, epoch, [RETURNS[epoch] if epoch < 2 else 100.0])
-        if logger.save_due():
+        if epoch == 2 or logger.save_due():
             save(logger)
-    logger.close()
+    assert not logger.close() and read_status(logger.output_dir)["status"] == "interrupted"
     names = {path.name for path in logger.output_dir.glob("policy*")}
     assert names == {"policy.npz", "policy_2.npz", "policy_best.npz"}
     start(tmp_path, overwrite=True).close()
@@ -360,27 +360,114 @@ def test_spinning_ups_methods(tmp_path, monkeypatch):
     logger.log_tabular("Ret", None, True)
     logger.log_tabular("V", average_only=True)
     logger.dump_tabular()
-    logger.save_state({"w": np.eye(2), "name": "mine"}, {"step": 7})
-    logger.close()
+    logger.save_state({}, {"w": np.eye(2), "name": "mine"})
+    assert logger.close()
     text = "Epoch AverageRet StdRet MaxRet MinRet V 0 2.0 1.0 3.0 1.0 1.5"
     assert (logger.output_dir / "progress.txt").read_text().split() == text.split()
     assert read_json(logger.output_dir / "config.json")["lr"] == 1e-3
     with np.load(logger.output_dir / "policy.npz", allow_pickle=False) as policy:
         assert policy["w"].tolist() == [[1, 0], [0, 1]] and str(policy["name"]) == "mine"
-    logger = EpochLogger(logger.output_dir, resume=True)
-    assert logger.load_state() == {"step": 7} and logger.epoch == 1
     with pytest.raises(ValueError, match="allow_pickle"):
-        logger.save_state({"w": object()})
+        logger.save_state({}, {"w": object()})
 
 
-@pytest.mark.parametrize("number, model", [(0, "torch_save/model.pt"), (1, "tf1_save/*.pb")])
-def test_a_program_of_ones_own(tmp_path, number, model):
-    """The README's examples: their loss falls, and they leave a table, events and networks."""
-    text = (ROOT / "README.md").read_text().split("### The logger in your own program")[1]
-    example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number]
-    assert len(example.splitlines()) < 25
-    mpi(tmp_path, example, 1, env={"TMPDIR": str(tmp_path)}, cwd=tmp_path)
-    (run,) = (tmp_path / "experiments").iterdir()
-    loss = pd.read_csv(run / "progress.txt", sep="\t").AverageLoss
-    assert len(loss) == 5 and loss[4] < 0.1 * loss[0]
-    assert all(list(run.glob(name)) for name in ("events.*", "policy.npz", model))
+X = np.float32([[1, 2], [3, 4]])
+
+
+def in_torch(logger):
+    """A network, a number and their optimizer: how to take a step, their values, their state."""
+    import torch
+
+    from common import mpi_pytorch
+
+    net, alpha = torch.nn.Linear(2, 1), torch.zeros((), requires_grad=True)
+    optimizer = mpi_pytorch.Adam([*net.parameters(), alpha], 0.1)
+    logger.setup_pytorch_saver(net)
+    loss = lambda: ((net(torch.tensor(X)) - alpha) ** 2).mean()  # noqa: E731
+    values = lambda: [x.detach().clone() for x in (*net.parameters(), alpha)]  # noqa: E731
+    state = mpi_pytorch.State(net=net, alpha=alpha, optimizer=optimizer)
+    return lambda: optimizer.minimize(loss()), values, state
+
+
+def in_tf1(logger):
+    """The same as a graph."""
+    from common import mpi_tf1
+    from common.mpi_tf1 import tf
+
+    sess = mpi_tf1.setup()
+    net = [tf.get_variable("w", [2, 1]), tf.get_variable("b", []), tf.get_variable("alpha", [])]
+    x = tf.placeholder(tf.float32, [None, 2])
+    y = x @ net[0] + net[1]
+    step = mpi_tf1.Adam(0.1).minimize(tf.reduce_mean((y - net[2]) ** 2), net)
+    sess.run(tf.global_variables_initializer())
+    logger.setup_tf_saver(sess, {"x": x}, {"y": y})
+    return lambda: sess.run(step, {x: X}), lambda: sess.run(net), mpi_tf1.State(sess)
+
+
+@pytest.mark.parametrize("program", [in_torch, in_tf1])
+def test_networks_of_ones_own(tmp_path, program):
+    """A resumed program has the values of the save, in its optimizer too; so has the model."""
+    logger = EpochLogger(tmp_path / "run", resume=True)
+    logger.save_config({"epochs": 2})
+    step, values, state = program(logger)
+    assert logger.load_state({"networks": state}) == 0
+    step()
+    one_epoch(logger, 0, [1.0])
+    saved = values()
+    logger.save_state({"networks": state})
+    step()
+    after = values()
+    logger.release()
+
+    logger = EpochLogger(tmp_path / "run", resume=True)
+    with pytest.raises(RuntimeError, match="save_config comes before load_state"):
+        logger.load_state({"networks": state})
+    logger.save_config({"epochs": 2})
+    step, values, state = program(logger)
+    assert logger.load_state({"networks": state}) == 1
+    assert all((x == y).all() for x, y in zip(values(), saved, strict=True))
+    if program is in_tf1:
+        y = saved_model(logger.output_dir, x=X)["y"]
+        np.testing.assert_allclose(y, X @ saved[0] + saved[1], rtol=1e-5)
+    else:
+        model = sys.modules["torch"].load(tmp_path / "run/torch_save/model.pt", weights_only=True)
+        assert all((x == y).all() for x, y in zip(model.values(), saved[:2], strict=True))
+    step()
+    assert all((x == y).all() for x, y in zip(values(), after, strict=True))
+    logger.close()
+
+
+def test_what_killed_processes_half_wrote_is_deleted(tmp_path):
+    logger = start(tmp_path)
+    epochs(logger, 1)
+    logger.release()
+    names = [".policy.npz.7.tmp", "torch_save/.model.pt.7.tmp", "checkpoint/.epoch_000002.7.tmp"]
+    for path in (logger.output_dir / name for name in names):
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    start(tmp_path, resume=True).release()
+    assert not list(tmp_path.rglob(".*.tmp"))
+
+
+def test_the_last_rank_is_waited_for_before_checkpoints_are_deleted(tmp_path):
+    source = """
+import time
+from pathlib import Path
+from common import mpi
+from common.logger import EpochLogger
+
+def unlink(*args, real=Path.unlink, **kwargs):
+    time.sleep(0.2 * mpi.proc_id())
+    real(*args, **kwargs)
+
+Path.unlink = unlink
+logger = EpochLogger("run")
+logger.save_config({"epochs": 3})
+for epoch in range(3):
+    logger.log_tabular("Epoch", epoch)
+    logger.dump_tabular()
+    logger.save_state({})
+logger.close(clear=True)
+"""
+    mpi(tmp_path, source, 2, cwd=tmp_path)
+    assert not (tmp_path / "run" / "checkpoint").exists()

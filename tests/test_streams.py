@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from conftest import load_script
 
-from common.mpi_tools import make_rng
+from common import mpi
+from common.mpi import make_rng
 
 SEEDS = (0, 1, 2, 3, 4, 9999, 10000, 10001, 20000)
 
@@ -38,7 +39,7 @@ def test_a_script_draws_from_streams_of_its_own(tmp_path, monkeypatch, name):
     """The generators that a run makes, by use and key: each once, two epochs and tests included."""
     made, script = [], load_script(name)
     spy = lambda seed, *key: made.append((seed, *key)) or make_rng(seed, *key)  # noqa: E731
-    monkeypatch.setattr(script, "make_rng", spy)
+    monkeypatch.setattr(mpi, "make_rng", spy)
     args = {"env_id": "Pendulum-v1", "steps_per_epoch": 60, "epochs": 2, "max_ep_len": 20}
     if name == "sac_torch":
         args |= {"update_after": 100, "num_test_episodes": 2, "compile": False, "start_steps": 50}

@@ -1,0 +1,180 @@
+"""Whole runs of all scripts against reference.py: every seed, action, column and parameter.
+
+The flags make short runs that go through all there is: ends of all kinds, noise, steps in blocks,
+delays, early stops, a buffer that wraps. None of an algorithm's has its default value, so that one
+which is ignored shows. Over so few steps rounding moves nothing by more than 1e-5.
+"""
+
+import json
+import re
+from dataclasses import fields, replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import recorder
+import reference
+import torch
+from conftest import (
+    OFF_POLICY,
+    ON_POLICY,
+    SCRIPTS,
+    contents,
+    load_script,
+    mpi,
+    run_dir,
+    saved_model,
+    slow,
+)
+
+from benchmark.test_policy import load_policy
+
+COMMON = {"env_id": "Recorder-v0", "epochs": 3, "seed": 40, "max_ep_len": 7, "gamma": 0.9}
+COMMON |= {"save_freq": 1, "snapshots": True, "compile": False}
+ON = {"steps_per_epoch": 33, "lam": 0.8, "vf_lr": 3e-3, "pi_lr": 5e-3, "train_v_iters": 7}
+ON |= {"train_pi_iters": 12, "target_kl": 0.003, "clip_ratio": 0.05}
+ON |= {"delta": 0.2, "damping_coeff": 0.02, "cg_iters": 5, "backtrack_coeff": 0.7}
+OFF = {"steps_per_epoch": 33, "start_steps": 20, "update_after": 26, "update_every": 4}
+OFF |= {"batch_size": 16, "replay_size": 50, "polyak": 0.8, "num_test_episodes": 3}
+OFF |= {"pi_lr": 2e-3, "q_lr": 4e-3, "lr": 3e-3, "act_noise": 0.3, "target_noise": 1.0}
+OFF |= {"noise_clip": 0.8, "policy_delay": 3}
+ONE_RANK = {"hidden_sizes": (8, 6), "activation": "tanh", "minibatch_size": 20, "alpha": 0.3}
+ONE_RANK |= {"anneal_lr": True}
+TWO_RANKS = {"hidden_sizes": (7,), "activation": "relu", "norm_obs": True, "norm_rew": True}
+TWO_RANKS |= {"alpha": "auto"}
+
+
+def arguments(name, data_dir, ranks=1, **more):
+    """`Args` of a script, from the flags above that it has. Steps are totals over the ranks."""
+    module, family = load_script(name), ON if name in ON_POLICY else OFF
+    flags = {**COMMON, **family, **(ONE_RANK if ranks == 1 else TWO_RANKS), **more}
+    flags |= {"env_kwargs": {"discrete": ranks > 1 and family is ON}, "data_dir": str(data_dir)}
+    flags |= {"exp_name": name, "steps_per_epoch": ranks * family["steps_per_epoch"]}
+    names = {field.name for field in fields(module.Args)}
+    return module.train, module.Args(**{key: x for key, x in flags.items() if key in names})
+
+
+def assert_same_events(found, wanted):
+    """Resets with their seeds, and steps with their actions."""
+    for i, (event, expected) in enumerate(zip(found, wanted, strict=True)):
+        close = event == expected
+        if event[0] == expected[0] == "step":
+            close = np.allclose(event[1], expected[1], rtol=0, atol=1e-4)
+        assert close, f"event {i} is {event}, not {expected}"
+
+
+def column(name, stats):
+    """What a column of the table has to hold."""
+    kind = re.match("Average|Std|Max|Min|", name)[0]
+    numbers = stats.get(name.removeprefix(kind), [])
+    kinds = {"Average": np.mean, "Std": np.std, "Max": np.max, "Min": np.min, "": np.mean}
+    return kinds[kind](numbers) if len(numbers) else np.nan
+
+
+def assert_same_run(directory, wanted):
+    """The table, and the policy after each epoch."""
+    table = pd.read_csv(directory / "progress.txt", sep="\t").drop(columns="Time")
+    assert len(table) == len(wanted.stats)
+    for epoch, stats in enumerate(wanted.stats):
+        assert {re.sub("^(Average|Std|Max|Min)", "", name) for name in table} >= stats.keys()
+        expected = {name: column(name, stats) for name in table}
+        assert dict(table.loc[epoch]) == pytest.approx(expected, rel=5e-5, abs=2e-5, nan_ok=True)
+        with np.load(directory / f"policy_{epoch + 1}.npz") as policy:
+            for i, x in enumerate(wanted.policies[epoch]):
+                saved = policy[f"{('weight', 'bias')[i % 2]}_{i // 2}"]
+                np.testing.assert_allclose(saved, x, rtol=0, atol=3e-5)
+
+
+def assert_same_networks(name, args, directory, wanted):
+    """tf1_save/ and torch_save/model.pt as the frameworks load them, and test_policy.py's policy
+    for NumPy; all for observations that a policy can get, normalized or not."""
+    discrete, rng = args.env_kwargs["discrete"], np.random.default_rng(0)
+    obs, act = (rng.standard_normal((6, n)).astype(np.float32) for n in (3, 2))
+    inputs = {"obs": obs} | ({} if name in ON_POLICY else {"act": act})
+    tensors = [torch.as_tensor(x) for x in inputs.values()]
+    if name.endswith("tf1"):
+        got, again = (saved_model(directory, **inputs) for _ in range(2))
+        if "sac" in name:  # a sample
+            assert (got["pi"] != again["pi"]).all() and (np.abs(got.pop("pi")) < 1).all()
+    else:
+        module, space = load_script(name), recorder.Recorder(**args.env_kwargs).action_space
+        sizes = args.hidden_sizes, args.activation, rng
+        ac = module.actor_critic(3, space if name in ON_POLICY else 2, *sizes)
+        path = directory / "torch_save" / "model.pt"
+        ac.load_state_dict(torch.load(path, weights_only=True))
+        with torch.no_grad():
+            if name in ON_POLICY:
+                values = ac.pi.net(tensors[0]), ac.v(tensors[0])[:, 0]
+            else:
+                noise = [torch.zeros(6, 2)] if "sac" in name else []
+                pi, q = ac.pi(tensors[0], *noise), ac.q(*tensors)
+                values = pi[0] if noise else pi, *([q] if "ddpg" in name else q)
+        got = dict(zip(wanted.nets, values, strict=True))
+    for key, net in wanted.nets.items():
+        x = tensors if key.startswith("q") else tensors[:1]
+        expected = net(*(t.double() for t in x)).detach()
+        np.testing.assert_allclose(got[key], expected, rtol=0, atol=1e-4)
+    get_action = load_policy(directory, deterministic=True)
+    for o in obs:
+        expected = wanted.act(o) - (-1 if discrete else 0)
+        np.testing.assert_allclose(get_action(o), expected, rtol=0, atol=1e-3)
+
+
+def crash():
+    raise ArithmeticError("in the middle of an epoch")
+
+
+COMPILED = [slow(name, True) for name in OFF_POLICY if name.endswith("torch")]
+
+
+@pytest.mark.parametrize("name, compiled", [(name, False) for name in SCRIPTS] + COMPILED)
+def test_one_rank(name, compiled, tmp_path, monkeypatch):
+    """A run that crashes in its second epoch and is resumed is none the worse for it."""
+    train, args = arguments(name, tmp_path, compile=compiled)
+    wanted, directory = reference.run(name.split("_")[0], args, 1), run_dir(tmp_path, name, 40)
+    middle = (wanted.marks[0] + wanted.marks[1]) // 2
+    monkeypatch.setitem(recorder.at_event, middle, crash)
+    recorder.events.clear()
+    with pytest.raises(ArithmeticError):
+        train(args)
+    assert_same_events(recorder.events, wanted.events[0][:middle])
+    recorder.at_event.clear()
+    recorder.events.clear()
+    assert train(replace(args, resume=True))
+    assert_same_events(recorder.events, wanted.events[0][wanted.marks[0] :])
+    assert_same_run(directory, wanted)
+    assert_same_networks(name, args, directory, wanted)
+
+    # Finished runs of off-policy scripts leave no replay buffer; to resume one changes nothing.
+    assert (directory / "checkpoint").exists() == (name in ON_POLICY)
+    before = contents(directory)
+    assert train(replace(args, resume=True)) and contents(directory) == before
+
+
+RANKS = """
+import json
+from pathlib import Path
+import recorder
+from test_replay import arguments
+from common.mpi import proc_id
+for name in sys.argv[1:]:
+    recorder.events.clear()
+    train, args = arguments(name, Path.cwd(), 2)
+    assert train(args)
+    Path(f"{name}_{proc_id()}.json").write_text(json.dumps(recorder.events))
+"""
+
+
+@pytest.mark.parametrize("framework", ["torch", "tf1"])
+def test_two_ranks(framework, tmp_path):
+    """Each with an environment and random numbers of its own; all statistics over both."""
+    names = [name for name in SCRIPTS if name.endswith(framework)]
+    mpi(tmp_path, RANKS, 2, *names, cwd=tmp_path)
+    for name in names:
+        _, args = arguments(name, tmp_path, 2)
+        wanted = reference.run(name.split("_")[0], args, 2)
+        for rank in (0, 1):
+            found = json.loads((tmp_path / f"{name}_{rank}.json").read_text())
+            assert_same_events(found, wanted.events[rank])
+        assert_same_run(run_dir(tmp_path, name, 40), wanted)
+        assert_same_networks(name, args, run_dir(tmp_path, name, 40), wanted)
