@@ -1,4 +1,4 @@
-"""What a sweep runs, a script or a function: the arguments that it takes, and its command line.
+"""What a sweep runs, a script or a function: the arguments that it takes, and how it is started.
 
 A script is not imported, which would load torch or tensorflow. The body of its `Args` is executed,
 and nothing else; then `common.args.parse_args` checks the words that a run is started with.
@@ -18,26 +18,31 @@ import typing
 import warnings
 from pathlib import Path
 
+import cloudpickle
+
 from common import UsageError
 from common.args import flag, parse_args
-from common.run_dir import FREE_TO_CHANGE
-from common.serialization import printable, read_text
+from common.files import FREE_TO_CHANGE, convert_json, printable, read_text
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL = Path(__file__).with_name("call.py")
 # Flags that [params] cannot set: grid.py does, from the top of the sweep or by itself.
 RESERVED = ("exp_name", "data_dir", "num_cpu", "datestamp", "resume", "overwrite")
+# How a script makes its environment: which actions it takes is written there.
+MAKE_ENV = r"run\.make_env\(args\.env_id, args\.env_kwargs, \((.+?)\)(, bounded=True)?\)"
 
 
 def find(thunk):
     """The Script or Function for a path, a "module:function" name or a function.
 
     Raises:
-        UsageError: there is none, or it cannot be imported by name.
+        UsageError: there is none.
     """
     if isinstance(thunk, str) and re.fullmatch(r"[\w.-]+:[\w.]+", thunk, re.ASCII):
+        module, name = thunk.split(":")
+        sys.path.insert(0, os.getcwd())
         try:
-            thunk = load(str(Path.cwd()), *thunk.split(":"))
+            thunk = functools.reduce(getattr, name.split("."), importlib.import_module(module))
         except Exception as e:  # whatever a module raises
             raise UsageError(f"script: cannot import {thunk}: {e}") from e
     if callable(thunk):
@@ -50,58 +55,69 @@ def find(thunk):
     raise UsageError(f"script: there is no file {thunk}")
 
 
-def locate(thing):
-    """[directory, module, name] to import a function or class by. UsageError if it has none."""
-    name, module = getattr(thing, "__qualname__", ""), getattr(thing, "__module__", None)
-    holder = sys.modules.get(module)
-    file = getattr(holder, "__file__", None)
-    if module == "__main__" and file:
-        module = Path(file).stem
-    found = functools.reduce(lambda x, part: getattr(x, part, None), name.split("."), holder)
-    if found is not thing or module == "__main__":
-        raise UsageError(
-            f"{printable(thing)} cannot be imported by name, as every rank has to: "
-            "define it at the top level of a module (no lambda, closure or notebook cell)"
-        )
-    depth = module.count(".") + (file is not None and Path(file).stem == "__init__")
-    return [str(Path(file).resolve().parents[depth]) if file else "", module, name]
-
-
-def load(directory, module, name):
-    """Import what `locate` has located."""
-    if directory and directory not in sys.path:
-        sys.path.insert(0, directory)
-    return functools.reduce(getattr, name.split("."), importlib.import_module(module))
-
-
 @functools.cache
-def check_env(env_id, env_kwargs="{}", make="gymnasium.make(args.env_id)"):
+def check_env(env_id, env_kwargs="{}", actions=None, bounded=""):
     """Make an environment and close it. UsageError if that fails; may import its package.
 
     Args:
         env_kwargs: JSON.
-        make: an expression that makes it, a script's call of `common.cli.make_env`.
+        actions, bounded: the groups of MAKE_ENV, if a script makes it so.
     """
     import gymnasium
 
-    from common.cli import make_env
+    from common.run import make_env
 
     sys.path.append("")  # the package may be in the current directory, as for the scripts
-    args = types.SimpleNamespace(env_id=env_id, env_kwargs=json.loads(env_kwargs))
-    names = {**vars(gymnasium.spaces), "gymnasium": gymnasium, "make_env": make_env, "args": args}
+    kwargs, names = json.loads(env_kwargs), re.findall(r"\w+", actions or "")
     try:
         with warnings.catch_warnings(action="ignore"):
-            eval(make, names).close()
+            spaces = tuple(getattr(gymnasium.spaces, name) for name in names)
+            made = make_env(env_id, kwargs, spaces, bool(bounded)) if spaces else None
+            (made or gymnasium.make(env_id, **kwargs)).close()
     except UsageError:
         raise
     except Exception as e:  # a package may raise anything
         raise UsageError(f"cannot make {env_id}: {printable(e, 1000)}") from e
 
 
+def to_words(hints, params):
+    """The words of a command line that set `params`, given the types of all flags."""
+    words = []
+    for name, value in params.items():
+        option, many = flag(name), isinstance(value, list | tuple)
+        if hints[name] is bool and not isinstance(value, bool):
+            raise UsageError(f"{option}: expected true or false, got {value!r}")
+        if isinstance(value, bool):
+            words.append(option if value else "--no-" + option[2:])
+            continue
+        if many != takes_list(hints, name):
+            hint = f"a list; in a sweep file, a list of lists: [[{value!r}, ...]]"
+            raise UsageError(f"{option}: expected {'one value' if many else hint}")
+        if isinstance(value, dict):
+            try:
+                value = json.dumps(value, allow_nan=False, ensure_ascii=False)
+            except (ValueError, TypeError) as e:
+                raise UsageError(f"{option}: cannot be written as JSON: {e}") from e
+        # A function or class, such as nn.Tanh, is its name in lower case.
+        values = [
+            str(getattr(v, "__name__", "").lower() or v) for v in (value if many else [value])
+        ]
+        if any("\0" in word for word in values):
+            raise UsageError(f"{option}: a string must not hold a NUL character")
+        # After a =, since a word that begins with a dash would look like a flag.
+        words += [f"{option}={values[0]}", *values[1:]] if values else [option]
+    return words
+
+
+def takes_list(hints, name):
+    """Whether one value of a flag is several words."""
+    hint = hints.get(name)
+    return any(typing.get_origin(h) in (tuple, list) for h in (hint, *typing.get_args(hint)))
+
+
 class Script:
     """A script whose flags are the fields of its dataclass `Args`."""
 
-    record = ""  # where in a run's directory its config.json, status.json and .lock are
     free = FREE_TO_CHANGE | {"exp_name"}  # arguments that a run's numbers do not depend on
 
     def __init__(self, path):
@@ -115,67 +131,31 @@ class Script:
         return name in self.hints
 
     def takes_list(self, name):
-        """Whether one value of a flag is several words."""
-        hint = self.hints.get(name)
-        return any(typing.get_origin(h) in (tuple, list) for h in (hint, *typing.get_args(hint)))
+        return takes_list(self.hints, name)
 
     def parse(self, params):
         """All arguments of a run: {name: value}, as its config.json records them."""
         for name in params:
             if name in RESERVED:
                 raise UsageError(f"{name} is no argument of a run: the sweep itself sets it")
-        args = parse_args(self.Args, self.words(params))
-        settings = json.loads(json.dumps(dataclasses.asdict(args)))
+        args = parse_args(self.Args, to_words(self.hints, params))
         if self.make_env:
-            check_env(args.env_id, json.dumps(args.env_kwargs), self.make_env)
+            check_env(args.env_id, json.dumps(args.env_kwargs), *self.make_env)
         elif "env_id" in params:
             check_env(args.env_id)
-        return settings
+        return json.loads(json.dumps(dataclasses.asdict(args)))
 
-    def words(self, params):
-        """The words of a command line that set these arguments."""
-        words = []
-        for name, value in params.items():
-            option, many = flag(name), isinstance(value, list | tuple)
-            if self.hints[name] is bool and not isinstance(value, bool):
-                raise UsageError(f"{option}: expected true or false, got {value!r}")
-            if isinstance(value, bool):
-                words.append(option if value else "--no-" + option[2:])
-                continue
-            if many != self.takes_list(name):
-                hint = f"a list; in a sweep file, a list of lists: [[{value!r}, ...]]"
-                raise UsageError(f"{option}: expected {'one value' if many else hint}")
-            if isinstance(value, dict):
-                value = to_json(option, value)
-            values = [as_word(v) for v in (value if many else [value])]
-            if any("\0" in word for word in values):
-                raise UsageError(f"{option}: a string must not hold a NUL character")
-            # A word that begins with a dash would look like a flag.
-            dash = values and values[0].startswith("-")
-            words += [f"{option}={values[0]}", *values[1:]] if dash else [option, *values]
-        return words
-
-    def command(self, run):
-        """The words after `python` that start a run."""
-        own = {"exp_name": run.exp_name, "seed": run.seed, "data_dir": str(run.data_dir)}
-        words = [str(self.path), *self.words(own | run.params)]
+    def command(self, own, params, directory, stamp):
+        """(words, None): words after `python` that start a run; `own`: exp_name, seed, data_dir."""
+        words = [str(self.path), *to_words(self.hints, own | params)]
         # --resume starts the run where there is nothing to resume.
-        return [*words, "--datestamp" if run.stamp else "--resume"]
-
-
-def as_word(value):
-    """A value as a word: a function or class, such as nn.Tanh, is its name in lower case."""
-    return value.__name__.lower() if hasattr(value, "__name__") else str(value)
+        return [*words, "--datestamp" if stamp else "--resume"], None
 
 
 def read_args(path):
-    """(`Args`, {field: type}, its call of make_env or "") of a script.
-
-    Raises:
-        UsageError: they cannot be read.
-    """
+    """A script's (`Args`, {field: type}, groups of MAKE_ENV or None). UsageError if it has none."""
     try:
-        tree = ast.parse(read_text(path))
+        tree = ast.parse(text := read_text(path))
         known = {"common.args", *sys.stdlib_module_names}
         body = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module in known]
         body += [n for n in tree.body if isinstance(n, ast.Import) and n.names[0].name in known]
@@ -185,27 +165,24 @@ def read_args(path):
         module.__file__ = str(path)
         sys.modules[module.__name__] = module
         exec(compile(ast.Module(body, []), str(path), "exec"), vars(module))
-        calls = [ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Call)]
-        make_env = next((text for text in calls if text.startswith("make_env(")), "")
-        return module.Args, typing.get_type_hints(module.Args), make_env
+        found = re.search(MAKE_ENV, text)
+        return module.Args, typing.get_type_hints(module.Args), found and found.groups()
     except Exception as e:  # it is code: anything may be wrong with it
         raise UsageError(f"cannot read the flags of {path}: {printable(e)}") from e
 
 
 class Function:
-    """A function that every rank imports by its name and calls with keyword arguments."""
+    """A function that every rank calls with keyword arguments."""
 
-    record = "call"  # separate from the files of the function's own logger
     free = frozenset()
 
     def __init__(self, function):
-        self.where, self.name = locate(function), function.__name__
-        self.label = f"{self.where[1]}:{self.where[2]}"
-        self.signature = inspect.signature(function)
+        self.function = function
+        self.name = self.label = getattr(function, "__name__", type(function).__name__)
+        self.parameters = inspect.signature(function).parameters.values()
 
     def asks_for(self, name):
-        parameters = self.signature.parameters.values()
-        return any(p.name == name or p.kind is p.VAR_KEYWORD for p in parameters)
+        return any(p.name == name or p.kind is p.VAR_KEYWORD for p in self.parameters)
 
     def takes(self, name):
         # A seed is in the directory's name, even if the function has no use for it.
@@ -215,37 +192,29 @@ class Function:
     def takes_list(self, name):
         return False
 
-    def arguments(self, given):
-        """The arguments of a call; seed and logger_kwargs only if the function takes them.
-
-        As in Spinning Up, env_name becomes env_fn, a function that makes the environment.
-        """
-        given = dict(given)
-        if "env_name" in given and not self.asks_for("env_name"):
-            given["env_fn"] = {"$make": given.pop("env_name")}
-        optional = ("seed", "logger_kwargs")
-        return {k: v for k, v in given.items() if k not in optional or self.asks_for(k)}
-
     def parse(self, params):
-        """The arguments of a run and the function's defaults, as JSON."""
+        """The arguments of a run and the function's defaults, as its config.json records them."""
         if "env_name" in params and not self.asks_for("env_name"):
             check_env(params["env_name"])
-        defaults = {p.name: p.default for p in self.signature.parameters.values()}
-        simple = {k: v for k, v in defaults.items() if isinstance(v, int | float | str | None)}
-        return simple | json.loads(to_json(self.label, params))
+        given = {p.name: p.default for p in self.parameters if p.default is not p.empty} | params
+        # An object's address is another one in every process.
+        return json.loads(re.sub(r" at 0x\w+", "", json.dumps(convert_json(given))))
 
-    def command(self, run):
-        """The words after `python` that start a run."""
-        logger_kwargs = {"output_dir": str(run.directory), "exp_name": run.exp_name}
-        call = {"directory": str(run.directory), "function": self.where, "config": run.fixed()}
-        given = {"seed": run.seed, "logger_kwargs": logger_kwargs, **run.params}
-        return [str(CALL), to_json(self.label, {**call, "kwargs": self.arguments(given)})]
+    def command(self, own, params, directory, stamp):
+        """(words, call): words after `python` that start a run, and what is called: see call.py.
 
+        The function gets seed and logger_kwargs if it takes them. As in Spinning Up, env_name
+        becomes env_fn, a function that makes the environment.
+        """
+        logger_kwargs = {"output_dir": str(directory), "exp_name": own["exp_name"]}
+        given = {"seed": own["seed"], "logger_kwargs": logger_kwargs}
+        given = {name: value for name, value in given.items() if self.asks_for(name)} | params
+        if "env_name" in given and not self.asks_for("env_name"):
+            import gymnasium
 
-def to_json(what, value):
-    """A value as JSON; functions and classes in it by their names."""
-    try:
-        default = lambda thing: {"$import": locate(thing)}  # noqa: E731
-        return json.dumps(value, default=default, allow_nan=False, ensure_ascii=False)
-    except (ValueError, TypeError) as e:
-        raise UsageError(f"{what}: cannot be written as JSON: {e}") from e
+            given["env_fn"] = functools.partial(gymnasium.make, given.pop("env_name"))
+        try:
+            cloudpickle.dumps((self.function, given))
+        except Exception as e:  # whatever an object raises
+            raise UsageError(f"{self.name} cannot be pickled: {printable(e)}") from e
+        return [str(CALL), str(directory)], (self.function, given)

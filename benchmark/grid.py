@@ -43,33 +43,53 @@ From Python, `ExperimentGrid` and `call_experiment` are Spinning Up's.
 
 import ast
 import fnmatch
+import functools
 import itertools
 import json
 import math
-import os
+import operator
 import re
 import shlex
 import sys
 import time
 import tomllib
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_type_hints
+
+from tyro.conf import Positional
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # to find benchmark and common from any directory
 from benchmark import flags, launch, slurm
 from common import UsageError
 from common.args import PosInt, check_args, flag, parse_args
-from common.mpi_tools import cores
-from common.run_dir import MAX_NAME
-from common.serialization import check_inside, printable, read_text
+from common.files import MAX_NAME, printable, read_text
+from common.mpi import cores, find_mpirun
 
-SWEEP_KEYS = ("name", "script", "num_cpu", "workers", "data_dir", "datestamp", "params", "slurm")
 # What Spinning Up calls some options and flags.
-OTHER_NAMES = {"cpu": "num_cpu", "dt": "datestamp", "exp_name": "name"}
+OTHER_NAMES = {"cpu": "num_cpu", "dt": "datestamp", "exp_name": "name", "h": "help"}
 SHORT_FLAGS = {"env": "env_id", "hid": "hidden_sizes", "act": "activation"}
+LONG_FORM = ("vals", "shorthand", "in_name", "scripts")
+
+
+@dataclass
+class Options:
+    """How to run a sweep: the top of its file, or the command line."""
+
+    what: Positional[tuple[str, ...]] = ()  # a sweep file, or scripts and functions
+    name: str | None = None  # what the experiments' names begin with (--exp-name)
+    num_cpu: PosInt | Literal["auto"] = 1  # MPI ranks of each run (--cpu)
+    workers: PosInt = 1  # runs at a time, which share the cores out
+    data_dir: str = "data"  # where the runs go
+    datestamp: bool = False  # new runs, with date and time in their directories (--dt)
+    retry_failed: bool = False  # run failed runs again, from their checkpoints
+    dry_run: bool = False  # print the commands and run nothing
+    slurm: bool = False  # submit the runs as a Slurm job array
+
+
+HINTS = get_type_hints(Options)
 
 # ------------------------------------------------------------------------------------------- grids
 
@@ -100,7 +120,7 @@ class ExperimentGrid:
 
     def __init__(self, name=""):
         self.name = name
-        self.keys, self.vals, self.shs, self.in_names = [], [], [], []
+        self.rows = []  # (key, values, shorthand, in_name)
 
     def add(self, key, vals, shorthand=None, in_name=False):
         """Add a key.
@@ -116,30 +136,21 @@ class ExperimentGrid:
         """
         if not isinstance(key, str) or not all(key.split(":")):
             raise ValueError(f"a key must be words joined by colons, got {key!r}")
-        for other in self.keys:
+        for other, *_ in self.rows:
             if f"{key}:".startswith(f"{other}:") or f"{other}:".startswith(f"{key}:"):
                 raise ValueError(f"{key} and {other} set the same argument")
         vals = list(vals) if isinstance(vals, list) else [vals]
         if not vals:
             raise ValueError("an empty list")
-        self.keys.append(key)
-        self.vals.append(vals)
-        self.shs.append(default_shorthand(key) if shorthand is None else shorthand)
-        self.in_names.append(in_name)
-
-    def rows(self):
-        """(key, values, shorthand, in_name) of each key."""
-        return list(zip(self.keys, self.vals, self.shs, self.in_names, strict=True))
-
-    def __len__(self):
-        return math.prod(map(len, self.vals))
+        shorthand = default_shorthand(key) if shorthand is None else shorthand
+        self.rows.append((key, vals, shorthand, in_name))
 
     def variants(self):
         """All combinations, as nested dicts; the first key varies slowest."""
         variants = []
-        for values in itertools.product(*self.vals):
+        for values in itertools.product(*(vals for _, vals, *_ in self.rows)):
             variant = {}
-            for key, value in zip(self.keys, values, strict=True):
+            for (key, *_), value in zip(self.rows, values, strict=True):
                 *outer, last = key.split(":")
                 inner = variant
                 for part in outer:
@@ -154,11 +165,9 @@ class ExperimentGrid:
         Keys with only booleans are named where they are true.
         """
         name = self.name
-        for key, vals, sh, in_name in self.rows():
+        for key, vals, sh, in_name in self.rows:
             if (len(vals) > 1 or in_name) and key != "seed":
-                value = variant
-                for part in key.split(":"):
-                    value = value[part]
+                value = functools.reduce(operator.getitem, key.split(":"), variant)
                 if not all(isinstance(v, bool) for v in vals):
                     name += f"_{valid_str(sh)}{valid_str(value)}"
                 elif value:
@@ -170,10 +179,11 @@ class ExperimentGrid:
 
         counts: of a sweep of several scripts, the numbers of its runs and of its experiments.
         """
-        seeds = len(self.vals[self.keys.index("seed")]) if "seed" in self.keys else 1
-        total, seedless = counts or (len(self), len(self) // seeds)
+        numbers = {key: len(vals) for key, vals, *_ in self.rows}
+        total = math.prod(numbers.values())
+        total, seedless = counts or (total, total // numbers.get("seed", 1))
         lines = [f"ExperimentGrid [{self.name}]"]
-        for key, vals, sh, _ in self.rows():
+        for key, vals, sh, _ in self.rows:
             values = ", ".join(getattr(v, "__name__", str(v)) for v in vals)
             lines.append("  " + printable(f"{key} [{sh}]: {values}", 1000))
         lines.append(f"{total} variants, counting seeds; {seedless} without seeds\n")
@@ -184,7 +194,8 @@ class ExperimentGrid:
 
         Args:
             thunk: a script's path, a function or its "module:name", or a list of these; or a key of
-                the grid whose values are these.
+                the grid whose values are these. Functions and their arguments are pickled by
+                cloudpickle: lambdas, closures and functions of a notebook work too.
             num_cpu: MPI ranks of each run; "auto" for as many as there are cores.
             data_dir: where the runs go; None for "data".
             datestamp: make new runs, with date and time in their directories' names.
@@ -198,8 +209,8 @@ class ExperimentGrid:
             UsageError: an argument is wrong; nothing was started.
         """
         data_dir = "data" if data_dir is None else str(data_dir)
-        sweep = Sweep(self, thunk, num_cpu, workers, data_dir, datestamp)
-        return run_sweep(sweep, retry_failed=retry_failed) == 0
+        options = Options((), None, num_cpu, workers, data_dir, datestamp, retry_failed)
+        return run_sweep(Sweep(self, thunk, options)) == 0
 
 
 def call_experiment(exp_name, thunk, seed=0, num_cpu=1, data_dir=None, datestamp=False, **kwargs):
@@ -223,12 +234,13 @@ class Sweep:
 
     grid: ExperimentGrid
     script: object  # see `thunk` in ExperimentGrid.run
-    num_cpu: PosInt | Literal["auto"] = 1
-    workers: PosInt = 1
-    data_dir: str = "data"
-    datestamp: bool = False
+    options: Options = field(default_factory=Options)
     slurm: dict = field(default_factory=dict)
     only: dict = field(default_factory=dict)  # key -> patterns of the scripts that take it
+
+    def means(self, key, thunk):
+        """Whether a key is meant for a script or function, by its `scripts`."""
+        return any(fnmatch.fnmatchcase(thunk.name, p) for p in self.only.get(key, ["*"]))
 
 
 def plan(sweep):
@@ -240,87 +252,128 @@ def plan(sweep):
     grid = sweep.grid
     if not isinstance(grid.name, str) or not re.fullmatch(r"[^\W_][\w.()-]*", grid.name, re.ASCII):
         raise UsageError(f"name: a letter or digit, then letters, digits, -_.(), got {grid.name!r}")
-    check_args(sweep)
+    check_args(sweep.options)
     slurm.check(sweep.slurm)
-    if "GRID_IMPORTING" in os.environ:
-        raise UsageError('a sweep must not start on import: put it under if __name__ == "__main__"')
     scripts = sweep.script if isinstance(sweep.script, list) else [sweep.script]
-    by_key = sweep.script in grid.keys
-    if by_key:
-        scripts = grid.vals[grid.keys.index(sweep.script)]
-    if not scripts:
+    by_key = next((row for row in grid.rows if row[0] == sweep.script), None)
+    thunks = [flags.find(script) for script in (by_key[1] if by_key else scripts)]
+    if not thunks:
         raise UsageError("script: an empty list")
-    thunks = [flags.find(script) for script in scripts]
-    _check_keys(sweep, thunks)
-    stamp = time.strftime("%Y-%m-%d_%H-%M-%S") if sweep.datestamp else ""
+    for key, *_ in (row for row in grid.rows if row is not by_key):
+        name, meant = key.split(":")[0], [t for t in thunks if sweep.means(key, t)]
+        lack = [t.name for t in meant if not t.takes(name)]
+        names = ", ".join(lack)
+        if len(lack) == len(meant):
+            raise UsageError(f"params.{key}: no such argument in {names or 'any script it is for'}")
+        if lack:
+            launch.say(f"# {name} is left out where there is no such argument: {names}")
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S") if sweep.options.datestamp else ""
     runs = []
     for thunk in thunks:
         # Of several scripts, the script is the first thing that varies.
-        own = ExperimentGrid(grid.name)
-        if thunks[1:] and not by_key:
-            own.name += f"_{valid_str(thunk.name)}"
-        for key, *row in grid.rows():
-            if key == sweep.script:  # named like any other key
-                own.add(key, [thunk.name], row[1], in_name=row[2] or len(thunks) > 1)
-            elif _is_meant(sweep, key, thunk) and thunk.takes(key.split(":")[0]):
+        prefix = f"_{by_key[2] if by_key else ''}{valid_str(thunk.name)}" if thunks[1:] else ""
+        own = ExperimentGrid(grid.name + prefix)
+        for key, *row in grid.rows:
+            if key != sweep.script and sweep.means(key, thunk) and thunk.takes(key.split(":")[0]):
                 own.add(key, *row)
         for variant in own.variants():
-            name = own.variant_name(variant)
-            if by_key:
-                del variant[sweep.script]
-            runs.append(_make_run(sweep, thunk, name, variant, stamp))
+            try:
+                name = own.variant_name(variant)
+                runs.append(make_run(sweep.options, thunk, name, variant, stamp))
+            except (ValueError, RecursionError) as e:
+                raise UsageError(f"params: {thunk.name}: {e}") from e
     for directory, n in Counter(run.directory for run in runs).items():
         if n > 1:
             raise UsageError(f"params: {n} runs would share the directory {directory}")
     return runs
 
 
-def _make_run(sweep, thunk, name, params, stamp):
-    try:
-        settings = thunk.parse(params)
-    except (ValueError, RecursionError) as e:
-        raise UsageError(f"params: {thunk.name}: {e}") from e
-    if len(name) > MAX_NAME:
-        raise UsageError(f"params: {name[:60]}... is too long for a name")
-    params.pop("seed", None)
+def make_run(options, thunk, exp_name, params, stamp):
+    """One run: where it goes, and the command that starts it. UsageError if something is wrong."""
+    settings = thunk.parse(params)
     seed = settings.get("seed", 0)
     if not isinstance(seed, int) or seed < 0:  # it becomes a part of a path
-        raise UsageError(f"params: seed: expected an int of at least 0, got {seed!r}")
-    ranks = max(1, cores() // sweep.workers) if sweep.num_cpu == "auto" else sweep.num_cpu
-    return launch.Run(thunk, name, seed, params, settings, ranks, sweep.data_dir, stamp)
+        raise UsageError(f"seed: expected an int of at least 0, got {seed!r}")
+    if len(exp_name) > MAX_NAME:
+        raise UsageError(f"{exp_name[:60]}... is too long for a name")
+    directory = Path(options.data_dir, exp_name, f"{exp_name}_s{seed}")
+    if stamp:
+        directory = Path(options.data_dir, f"{stamp[:10]}_{exp_name}", f"{stamp}-{directory.name}")
+    own = {"exp_name": exp_name, "seed": seed, "data_dir": options.data_dir}
+    params = {name: value for name, value in params.items() if name != "seed"}
+    words, call = thunk.command(own, params, directory, stamp)
+
+    ranks = max(1, cores() // options.workers) if options.num_cpu == "auto" else options.num_cpu
+    mpirun = find_mpirun()
+    if mpirun is None and ranks > 1:
+        raise UsageError(f"num_cpu = {ranks} needs mpirun, and there is none on PATH")
+    command = [*([mpirun, "-np", str(ranks)] if mpirun else []), sys.executable, *words]
+    fixed = {name: value for name, value in settings.items() if name not in thunk.free}
+    fixed |= {"script": thunk.label, "ranks": ranks}
+    return launch.Run(
+        directory, command, fixed, None if call else settings.get("epochs"), call, stamp
+    )
 
 
-def _is_meant(sweep, key, thunk):
-    """Whether a key of the sweep is meant for a script or function, by its `scripts`."""
-    return any(fnmatch.fnmatchcase(thunk.name, p) for p in sweep.only.get(key, ["*"]))
+def run_sweep(sweep):
+    """Run a sweep, or submit it to Slurm. Returns the exit code: 0 if all runs are finished."""
+    runs, name, options = plan(sweep), sweep.grid.name, sweep.options
+    if options.slurm and options.datestamp:
+        raise UsageError("datestamp: a job that Slurm starts again could not find its run")
+    if not options.dry_run:
+        try:
+            Path(options.data_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UsageError(f"cannot write to {options.data_dir}: {e.strerror}") from e
+        sweep.grid.print((len(runs), len({run.directory.parent for run in runs})))
+    if options.slurm:
+        launch.say(slurm.submit(runs, name, sweep.slurm, options))
+        return 0
+    if options.dry_run:
+        for run in runs:
+            left = launch.settle(run, options.retry_failed)
+            launch.say(f"# {run.directory}: {run.outcome}{': ' * bool(run.detail)}{run.detail}")
+            launch.say(f"{'' if left else '# '}{shlex.join(run.command)}")
+        return 0
+    began = time.monotonic()
+    signum = launch.run_all(runs, options.workers, options.retry_failed, name)
+    launch.say(f"\n{launch.summary(runs, name, time.monotonic() - began)}")
+    if not all(run.outcome.startswith("finished") for run in runs):
+        return 128 + signum if signum else 1
+    return 0
 
 
-def _check_keys(sweep, thunks):
-    """Refuse keys that none of the scripts takes, and say which scripts do not."""
-    for key in sweep.grid.keys:
-        if key == sweep.script:
-            continue
-        name, meant = key.split(":")[0], [t for t in thunks if _is_meant(sweep, key, t)]
-        lack = [thunk for thunk in meant if not thunk.takes(name)]
-        names = ", ".join(thunk.name for thunk in lack)
-        if lack == meant:
-            raise UsageError(f"params.{key}: no such argument in {names or 'any script it is for'}")
-        if lack:
-            launch.say(f"# {name} is left out where there is no such argument: {names}")
+# ------------------------------------------------------------------- sweep files and command lines
 
 
-def read_sweep(path):
-    """A sweep from a TOML file. UsageError if it cannot be read, or has other keys."""
+def read_sweep(path, words=()):
+    """A sweep from a TOML file; `words` are options that come before the file's.
+
+    Raises:
+        UsageError: it cannot be read, or has other keys.
+    """
     try:
         data = tomllib.loads(read_text(path))
-        check_keys(data, SWEEP_KEYS)
-        params = data.pop("params", {})
-        if "script" not in data or not isinstance(params, dict):
-            raise ValueError("it needs a script, and a table if there are params")
-        sweep = Sweep(ExperimentGrid(data.pop("name", Path(path).stem)), **data)
-        for key, value in params.items():
-            _add_param(sweep, key, value)
-        return sweep
+        tables = {key: data.pop(key, {}) for key in ("params", "slurm")}
+        script = data.pop("script", None)
+        if script is None or not all(isinstance(table, dict) for table in tables.values()):
+            raise ValueError("it needs a script; params and slurm are tables")
+        check_keys(data, ("name", "num_cpu", "workers", "data_dir", "datestamp"))
+        options = parse_args(Options, [*flags.to_words(HINTS, data), *words])
+        grid, only = ExperimentGrid(options.name or Path(path).stem), {}
+        for key, value in tables["params"].items():
+            try:
+                row = value if isinstance(value, dict) and "vals" in value else {"vals": value}
+                check_keys(row, LONG_FORM)
+                row["vals"] = [row["vals"]] if isinstance(row["vals"], dict) else row["vals"]
+                scripts = row.pop("scripts", ["*"])
+                if not isinstance(scripts, list):
+                    raise ValueError(f"scripts: expected a list, got {scripts!r}")
+                only[key] = [str(pattern) for pattern in scripts]
+                grid.add(key, **row)
+            except ValueError as e:
+                raise ValueError(f"params.{key}: {e}") from e
+        return Sweep(grid, script, options, tables["slurm"], only)
     except (OSError, ValueError, RecursionError) as e:
         raise UsageError(getattr(e, "strerror", None) or str(e)) from e
 
@@ -332,62 +385,10 @@ def check_keys(table, known):
             raise ValueError(f"unknown key {key}; there are {', '.join(known)}")
 
 
-def _add_param(sweep, key, value):
-    """Add a key of [params], a value or in the long form, to the sweep's grid."""
-    row = value if isinstance(value, dict) and "vals" in value else {"vals": value}
-    if isinstance(row["vals"], dict):
-        row["vals"] = [row["vals"]]
-    try:
-        check_keys(row, ("vals", "shorthand", "in_name", "scripts"))
-        scripts = row.pop("scripts", ["*"])
-        if not isinstance(scripts, list):
-            raise ValueError(f"scripts: expected a list, got {scripts!r}")
-        sweep.only[key] = [str(pattern) for pattern in scripts]
-        sweep.grid.add(key, **row)
-    except ValueError as e:
-        raise ValueError(f"params.{key}: {e}") from e
-
-
-def run_sweep(sweep, retry_failed=False, dry_run=False, use_slurm=False):
-    """Run a sweep, or submit it to Slurm. Returns the exit code: 0 if all runs are finished."""
-    runs, name = plan(sweep), sweep.grid.name
-    if use_slurm and sweep.datestamp:
-        raise UsageError("datestamp: a job that Slurm starts again could not find its run")
-    for run in runs:
-        check_inside(sweep.data_dir, run.log)
-        if not use_slurm:
-            launch.command(run)  # raises where there is no mpirun
-    if not dry_run:
-        try:
-            Path(sweep.data_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise UsageError(f"cannot write to {sweep.data_dir}: {e.strerror}") from e
-        sweep.grid.print((len(runs), len({run.exp_name for run in runs})))
-    if use_slurm:
-        launch.say(slurm.submit(runs, name, sweep.slurm, sweep.data_dir, retry_failed, dry_run))
-        return 0
-    if dry_run:
-        for run in runs:
-            left = launch.settle(run, retry_failed)
-            launch.say(f"# {run.directory}: {run.outcome}{': ' * bool(run.detail)}{run.detail}")
-            launch.say(f"{'' if left else '# '}{shlex.join(launch.command(run))}")
-        return 0
-
-    began = time.monotonic()
-    signum = launch.run_all(runs, sweep.workers, retry_failed, name)
-    launch.say(f"\n{launch.summary(runs, name, time.monotonic() - began)}")
-    if not all(run.outcome.startswith("finished") for run in runs):
-        return 128 + signum if signum else 1
-    return 0
-
-
-# ------------------------------------------------------------------------------------ command line
-
-
-def read_words(argv):
-    """A command line as ([sweep or scripts], {flag: (words, shorthand or None)})."""
-    heads, found = [], {}
-    words = heads
+def split_words(argv):
+    """A command line as (grid.py's own words, {flag of a script: (values, shorthand or None)})."""
+    own, found = [], {}
+    words = own
     for word in argv:
         match = re.fullmatch(r"--?([A-Za-z][\w:-]*)(?:\[([\w()-]*)\])?(?:=(.*))?", word, re.S)
         if not match:
@@ -395,36 +396,22 @@ def read_words(argv):
             continue
         key = match[1].replace("-", "_")
         key = OTHER_NAMES.get(key, key)
+        if key.removeprefix("no_") in HINTS or key == "help":
+            words = own
+            words += [flag(key)] if match[3] is None else [flag(key), match[3]]
+            continue
         if key in found:
             raise UsageError(f"{word} is given twice; a grid is --flag VALUE VALUE ...")
         words = [] if match[3] is None else [match[3]]
         found[key] = words, match[2]
-    return heads, found
+    return own, found
 
 
-@dataclass
-class Options:
-    # Options, beside the flags of the script
-    workers: int | None = None  # runs at a time, which share the cores out; 1 if not given
-    num_cpu: int | Literal["auto"] | None = None  # ranks of each run (--cpu); 1 if not given
-    data_dir: str | None = None  # where the runs go; data if not given
-    name: str | None = None  # what the experiments' names begin with (--exp-name)
-    datestamp: bool = False  # new runs, with date and time in their directories (--dt)
-    retry_failed: bool = False  # run failed runs again, from their checkpoints
-    dry_run: bool = False  # print the commands and run nothing
-    slurm: bool = False  # submit the runs as a Slurm job array
-
-
-def take_options(found):
-    """Take grid.py's own options out of {flag: (words, shorthand)}."""
-    names = [option.name for option in fields(Options) if option.name in found]
-    return parse_args(Options, [w for name in names for w in (flag(name), *found.pop(name)[0])])
-
-
-def sweep_from_words(scripts, found, named):
-    """A sweep from a command line: scripts and {flag: (words, shorthand)}."""
-    thunks = [flags.find(script) for script in scripts]
-    grid = ExperimentGrid(valid_str(thunks[0].name) if len(thunks) == 1 else "grid")
+def sweep_from_words(options, found):
+    """A sweep from a command line, see `split_words`."""
+    thunks = [flags.find(script) for script in options.what]
+    name = valid_str(thunks[0].name) if len(thunks) == 1 else "grid"
+    grid = ExperimentGrid(options.name or name)
     for key, (words, shorthand) in found.items():
         name = key.split(":")[0]
         if key in SHORT_FLAGS and not any(t.takes(key) for t in thunks):
@@ -439,10 +426,10 @@ def sweep_from_words(scripts, found, named):
             values = [values]  # --hidden-sizes 64 64
         try:
             # The name that the script gives holds the environment: another grid has another.
-            grid.add(key, values, shorthand, in_name=key == "env_id" and not named)
+            grid.add(key, values, shorthand, in_name=key == "env_id" and not options.name)
         except ValueError as e:
             raise UsageError(f"{flag(key)}: {e}") from e
-    return Sweep(grid, [str(script) for script in scripts])
+    return Sweep(grid, list(options.what), options)
 
 
 def read_value(word):
@@ -456,27 +443,20 @@ def read_value(word):
 
 
 def main(argv=None):
-    argv, source = sys.argv[1:] if argv is None else argv, ""
-    if {"-h", "--help"} & set(argv):
-        parse_args(Options, ["--help"])
+    source = ""
     try:
-        heads, found = read_words(argv)
-        options = take_options(found)
-        if not heads:
+        words, found = split_words(sys.argv[1:] if argv is None else argv)
+        options = parse_args(Options, words)
+        if not options.what:
             raise UsageError("expected a sweep file, a script or a function; see --help")
-        if heads[0].endswith(".toml"):
-            source = f"{heads[0]}: "
-            if heads[1:] or found:
+        if options.what[0].endswith(".toml"):
+            source = f"{options.what[0]}: "
+            if options.what[1:] or found:
                 raise UsageError("beside a sweep's file there may be options, see --help")
-            sweep = read_sweep(heads[0])
+            sweep = read_sweep(options.what[0], words)
         else:
-            sweep = sweep_from_words(heads, found, options.name)
-        sweep.grid.name = sweep.grid.name if options.name is None else options.name
-        sweep.datestamp = options.datestamp or sweep.datestamp
-        for name in ("workers", "num_cpu", "data_dir"):
-            if getattr(options, name) is not None:
-                setattr(sweep, name, getattr(options, name))
-        sys.exit(run_sweep(sweep, options.retry_failed, options.dry_run, options.slurm))
+            sweep = sweep_from_words(options, found)
+        sys.exit(run_sweep(sweep))
     except UsageError as e:
         print(f"grid.py: error: {printable(f'{source}{e}', 1000)}", file=sys.stderr)
         sys.exit(2)

@@ -6,7 +6,9 @@ import ctypes
 import dataclasses
 import datetime
 import fcntl
+import math
 import os
+import pickle
 import shlex
 import signal
 import subprocess
@@ -15,16 +17,13 @@ import time
 from collections import Counter, deque
 from pathlib import Path
 
+import cloudpickle
 import psutil
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from benchmark.flags import Script
-from common import UsageError
-from common.mpi_tools import find_mpirun
-from common.run_dir import read_status
-from common.serialization import printable, read_json
+from common.files import printable, read_json, read_status, write_atomically, write_json
 
 RUN_FILES = ("config.json", "progress.txt", "status.json", "checkpoint", "call")
 IN_USE = "in use", "another process is at work on it"
@@ -38,50 +37,24 @@ REFRESH = 0.5  # seconds between updates of the overview
 class Run:
     """One run of a script or function, and what became of it."""
 
-    thunk: object  # flags.Script or flags.Function
-    exp_name: str
-    seed: int
-    params: dict  # the arguments that the sweep sets, without the seed
-    settings: dict  # all arguments
-    num_cpu: int
-    data_dir: str
+    directory: Path
+    command: list  # the words that start it
+    fixed: dict  # what its numbers depend on, as its config.json records it
+    epochs: int | None = None
+    call: tuple | None = None  # of a function: see call.py
     stamp: str = ""  # date and time in the directory's name
     outcome: str = "not started"
     detail: str = ""
     began: float = 0.0
 
     @property
-    def directory(self):
-        name = f"{self.exp_name}_s{self.seed}"
-        if self.stamp:
-            return Path(self.data_dir, f"{self.stamp[:10]}_{self.exp_name}", f"{self.stamp}-{name}")
-        return Path(self.data_dir, self.exp_name, name)
-
-    @property
     def record(self):
-        return self.directory / self.thunk.record
+        """Where its config.json, status.json and .lock are: a function's logger has its own."""
+        return self.directory / "call" if self.call else self.directory
 
     @property
     def log(self):
         return self.directory / "launch.log"
-
-    @property
-    def epochs(self):
-        return self.settings.get("epochs") if isinstance(self.thunk, Script) else None
-
-    def fixed(self):
-        """What the run's numbers depend on, as its config.json records it."""
-        fixed = {k: v for k, v in self.settings.items() if k not in self.thunk.free}
-        return {**fixed, "script": self.thunk.label, "ranks": self.num_cpu}
-
-
-def command(run):
-    """The run as a command line."""
-    mpirun = find_mpirun()
-    if mpirun is None and run.num_cpu > 1:
-        raise UsageError(f"num_cpu = {run.num_cpu} needs mpirun, and there is none on PATH")
-    launcher = [mpirun, "-np", str(run.num_cpu)] if mpirun else []
-    return [*launcher, sys.executable, *run.thunk.command(run)]
 
 
 def status(run):
@@ -101,7 +74,7 @@ def status(run):
         return "interrupted", ""
     except ValueError as e:
         return "failed", printable(e)
-    fixed = run.fixed().items()
+    fixed = run.fixed.items()
     changed = [f"{k} was {config[k]}, is {v}" for k, v in fixed if config.get(k, v) != v]
     if changed:
         return "another run", printable(", ".join(changed))
@@ -126,17 +99,6 @@ def in_use(run):
         return not isinstance(e, FileNotFoundError)
 
 
-def read_progress(run):
-    """(finished epochs, last return or "") by progress.txt."""
-    try:
-        with open(run.directory / "progress.txt", encoding="utf-8", errors="replace") as f:
-            rows = list(csv.DictReader(f, delimiter="\t"))
-        last = rows[-1].get("AverageTestEpRet", rows[-1].get("AverageEpRet"))
-        return len(rows), "" if last is None else f"{float(last):.1f}"
-    except (OSError, ValueError, IndexError, csv.Error):  # no whole line yet, for instance
-        return 0, ""
-
-
 def settle(run, retry_failed):
     """Whether a run is left to do and free to be started. Sets its outcome by its state on disk."""
     word, run.detail = status(run)
@@ -152,13 +114,22 @@ def settle(run, retry_failed):
 def core_shares(workers):
     """Sets of cores, one for each worker; None where cores cannot be assigned.
 
-    A run's threads follow from the cores that it may use (common/mpi_tools.py, threads_per_rank).
+    A run's threads follow from the cores that it may use (common/mpi.py, threads_per_rank).
     With more workers than cores, several workers share one.
     """
     if workers == 1 or not hasattr(os, "sched_getaffinity"):
         return [None] * workers
     cores = sorted(os.sched_getaffinity(0))
     return [set(cores[i::workers]) or {cores[i % len(cores)]} for i in range(workers)]
+
+
+def prepare(run):
+    """Make a run's directory and, of a function, the files that call.py reads."""
+    run.record.mkdir(parents=True, exist_ok=True)
+    if run.call:
+        write_json(run.record / "config.json", run.fixed)
+        data = pickle.dumps(sys.path) + cloudpickle.dumps(run.call)
+        write_atomically(run.record / "function.pkl", lambda f: f.write(data))
 
 
 def start(run, retry_failed=False, cores=None):
@@ -173,12 +144,11 @@ def start(run, retry_failed=False, cores=None):
     Raises:
         OSError: its directory or log cannot be written, or the program not started.
     """
-    words = command(run)
     run.directory.mkdir(parents=True, exist_ok=True)
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
 
-    def prepare():
+    def in_child():
         if cores:
             os.sched_setaffinity(0, cores)
         if libc:  # if we are killed, the kernel kills mpirun, and mpirun's proxies their ranks
@@ -194,12 +164,13 @@ def start(run, retry_failed=False, cores=None):
             return None
         if not settle(run, retry_failed):
             return None
-        log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(words)}\n")
+        prepare(run)
+        log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(run.command)}\n")
         log.flush()
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
         env = {**os.environ, "PYTHONUNBUFFERED": "1", "SWEEP_DATESTAMP": run.stamp}
-        more = {"start_new_session": True, "preexec_fn": prepare}
-        return subprocess.Popen(words, env=env, **streams, **more)
+        more = {"start_new_session": True, "preexec_fn": in_child}
+        return subprocess.Popen(run.command, env=env, **streams, **more)
 
 
 def kill_tree(process):
@@ -311,11 +282,18 @@ def clock(seconds):
 
 
 def progress_words(run):
-    """What a line says of a run's progress: (epoch, time, return)."""
-    epoch, ret = read_progress(run)
-    count = f"epoch {epoch}/{run.epochs or '?'}"
-    words = "no return: no episode ended in the last epoch" if ret == "nan" else f"return {ret}"
-    return count, clock(time.monotonic() - run.began), words if ret else ""
+    """What a line says of a run's progress, by progress.txt: (epoch, time, return)."""
+    rows, ret = [], ""
+    # No table yet, for instance, or no return in it, or no whole line.
+    with contextlib.suppress(OSError, ValueError, IndexError, TypeError, csv.Error):
+        with open(run.directory / "progress.txt", encoding="utf-8", errors="replace") as f:
+            rows = list(csv.DictReader(f, delimiter="\t"))
+        value = float(rows[-1].get("AverageTestEpRet", rows[-1].get("AverageEpRet")))
+        ret = f"return {value:.1f}"
+        if math.isnan(value):
+            ret = "no return: no episode ended in the last epoch"
+    count = f"epoch {len(rows)}/{run.epochs or '?'}"
+    return count, clock(time.monotonic() - run.began), ret
 
 
 def count_words(runs):

@@ -30,7 +30,7 @@ from tyro.conf import Positional, arg
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
 from common import UsageError
 from common.args import PosInt, check_args, parse_args
-from common.serialization import printable, read_json, read_text
+from common.files import printable, read_json, read_text
 
 REFERENCE = Path(__file__).parent / "reference" / "spinning_up_2020_curves.csv"
 ALGORITHMS = ("vpg", "trpo", "ppo", "ddpg", "td3", "sac")
@@ -97,7 +97,7 @@ def read_progress(path):
 
 def natural_key(path):
     """What to sort paths by, so that a2 comes before a10: text and numbers in turn."""
-    return [int(x) if x.isdecimal() else x for x in re.split(r"(\d+)", path)]
+    return [int(x) if x.isdecimal() else x for x in re.split(r"([0-9]+)", path)]
 
 
 def find_runs(logdir, select=(), exclude=()):
@@ -108,10 +108,10 @@ def find_runs(logdir, select=(), exclude=()):
     """
     names = {"progress.txt", "config.json", "status.json", "launch.log"}
     runs = [root for root, _, files in os.walk(logdir) if names & set(files)]
-    runs = sorted(runs, key=natural_key)
+    runs.sort(key=natural_key)
     runs = [run for run in runs if os.path.basename(run) != "call"]  # grid.py's, of a function
-    runs = [run for run in runs if all(part in run for part in select or ())]
-    return [run for run in runs if not any(part in run for part in exclude or ())]
+    runs = [run for run in runs if all(part in run for part in select)]
+    return [run for run in runs if not any(part in run for part in exclude)]
 
 
 def get_datasets(logdir, condition=None, select=(), exclude=()):
@@ -138,7 +138,6 @@ def get_datasets(logdir, condition=None, select=(), exclude=()):
         if not name:
             name = printable(os.path.basename(os.path.abspath(run)), 200)
             warn(f"{run}: no exp_name in config.json, plotted as {name}")
-        algo, _, framework = Path(str(config.get("script", ""))).stem.partition("_")
         units[name] = units.get(name, -1) + 1
         performance = "AverageTestEpRet" if "AverageTestEpRet" in frame else "AverageEpRet"
         if performance in frame:
@@ -146,6 +145,7 @@ def get_datasets(logdir, condition=None, select=(), exclude=()):
         frame["Unit"] = units[name]
         frame["Condition1"] = name
         frame["Condition2"] = f"{name}-{units[name]}"
+        algo, _, framework = Path(str(config.get("script", ""))).stem.partition("_")
         algo, framework = (algo, framework) if algo in ALGORITHMS else ("", "")
         frame.attrs = {"run_dir": run, "config": config, "algo": algo, "framework": framework}
         frame.attrs["env"] = printable(env, 200) if isinstance(env, str) else ""
@@ -422,8 +422,6 @@ def main(argv=None):
         if not args.show:
             plt.switch_backend("agg")
             args.out = args.out or (None if args.csv else "plot.png")
-        elif plt.get_backend().lower() == "agg":  # what Matplotlib falls back to
-            raise UsageError("--show needs a display and a window toolkit (tkinter, PyQt)")
         make_plots(args.logdir, **{k: v for k, v in vars(args).items() if k != "logdir"})
     except (ValueError, OSError, ImportError) as e:
         print(f"plot.py: error: {printable(e, 1000)}", file=sys.stderr)

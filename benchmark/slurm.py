@@ -13,7 +13,6 @@ from pathlib import Path
 
 from benchmark import launch
 from common import UsageError
-from common.serialization import check_inside
 
 JOB = """\
 #!/bin/bash
@@ -44,15 +43,14 @@ exit "$code"
 # Keys of a sweep's [slurm] table; all others are options of sbatch, as `time` or `cpus_per_task`.
 # setup: shell lines to run before; max_running: tasks that run at a time; signal: seconds before
 # the time limit at which runs are told to stop.
-KEYS = {"setup": list, "max_running": int, "signal": int}
+KEYS = ("setup", "max_running", "signal")
 
 
 def check(table):
     """Raise UsageError if a value of the [slurm] table is of the wrong type."""
     for key, value in table.items():
-        kind = KEYS.get(key, str | int)
-        if not isinstance(value, kind):
-            raise UsageError(f"slurm.{key}: expected {getattr(kind, '__name__', kind)}")
+        if not isinstance(value, list if key == "setup" else int | str):
+            raise UsageError(f"slurm.{key}: expected {'a list' if key == 'setup' else 'one value'}")
 
 
 def job_files(runs, name, table, directory):
@@ -65,7 +63,7 @@ def job_files(runs, name, table, directory):
         name=name,
         count=len(runs),
         limit=f"%{table['max_running']}" if "max_running" in table else "",
-        ranks=runs[0].num_cpu,
+        ranks=runs[0].fixed["ranks"],
         signal=table.get("signal", 120),
         options="\n".join(f"#SBATCH --{key}={value}" for key, value in given.items()),
         cwd=shlex.quote(os.getcwd()),
@@ -73,32 +71,34 @@ def job_files(runs, name, table, directory):
         directory=shlex.quote(str(directory)),
     )
     commands = [
-        f"exec {shlex.join(launch.command(run))} >>{shlex.quote(str(run.log))} 2>&1 </dev/null\n"
+        f"exec {shlex.join(run.command)} >>{shlex.quote(str(run.log))} 2>&1 </dev/null\n"
         for run in runs
     ]
     return {"job.sh": job, "runs.sh": "".join(commands)}
 
 
-def submit(runs, name, table, data_dir, retry_failed=False, dry_run=False):
+def submit(runs, name, table, options):
     """Write and submit the runs that are not finished. Returns what was done, as text.
 
     Raises:
         UsageError: there is no sbatch, it refuses, or the sweep is in the queue already.
     """
-    if not dry_run:
+    if not options.dry_run:
         queued = _slurm("squeue", "--noheader", "--me", f"--name={name}", "--format=%i").split()
         if queued:
             raise UsageError(f"{name} is in the queue already: job {' '.join(queued)}")
-    todo = [run for run in runs if launch.settle(run, retry_failed)]
+    todo = [run for run in runs if launch.settle(run, options.retry_failed)]
     if not todo:
         return f"{name}: nothing to submit, no run is left to do"
-    directory = Path(data_dir, f"slurm_{name}", time.strftime("%Y-%m-%d_%H-%M-%S")).absolute()
-    check_inside(data_dir, directory)
+    directory = Path(
+        options.data_dir, f"slurm_{name}", time.strftime("%Y-%m-%d_%H-%M-%S")
+    ).absolute()
     files = job_files(todo, name, table, directory)
-    if dry_run:
+    if options.dry_run:
         return "\n".join(f"# {directory / file}\n{text}" for file, text in files.items())
-    for path in (directory, *(run.directory for run in todo)):
-        path.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    for run in todo:
+        launch.prepare(run)
     for file, text in files.items():
         (directory / file).write_text(text, encoding="utf-8")
     # --chdir: where the tasks' own output goes.

@@ -2,9 +2,8 @@
 
     python benchmark/speed.py ranks ppo_torch               two ranks against one
     python benchmark/speed.py pair ppo_tf1 ppo_torch        two scripts side by side
-    python benchmark/speed.py sb3 ppo_torch --compile       against Stable-Baselines3's PPO
+    python benchmark/speed.py sb3 ppo_torch                 against Stable-Baselines3's PPO
     python benchmark/speed.py sbx sac_torch --batch-size 256    against SBX's (JAX)
-    python benchmark/speed.py compile ppo_torch             whole default runs, compiled or not
     python benchmark/speed.py table                         the tables of benchmark/results/speed.md
     python benchmark/speed.py table "sb3 ppo_torch --pairs 5"   this row of it
 
@@ -29,13 +28,15 @@ from typing import Literal
 
 import gymnasium as gym
 import pandas as pd
-import tyro
+from tyro.conf import Positional
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "benchmark" / "results" / "speed.md"  # its tables are made here, its text is not
 sys.path.insert(0, str(ROOT))
-from common.cpu import cpu_name
-from common.mpi_tools import find_mpirun
+from common import UsageError
+from common.args import PosInt, parse_args
+from common.files import cpu_name
+from common.mpi import find_mpirun
 
 PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}
 
@@ -48,8 +49,8 @@ module, algo, env_id, steps, warm_up, kwargs, switched_by = sys.argv[1:]
 if switched_by:
     sys.path.insert(0, switched_by)
     import torch
-    from common.cpu import keep_freed_memory, switch_mkl
-    switch_mkl(torch.__file__.replace("__init__.py", "lib/libtorch_cpu.so"))
+    from common.mpi_pytorch import keep_freed_memory, switch_mkl
+    switch_mkl()
     keep_freed_memory()
 Algo = getattr(importlib.import_module(module), algo.upper())
 model = Algo("MlpPolicy", env_id, seed=0, **json.loads(kwargs))
@@ -70,49 +71,46 @@ ROWS = [
     *(f"sb3 {algo}_torch {SHORT}" for algo in ("td3", "ddpg")),
     *(f"pair {algo}_tf1 {algo}_torch" for algo in ("vpg", "trpo", "ppo")),
     *(f"pair {algo}_tf1 {algo}_torch {SHORT}" for algo in ("ddpg", "td3", "sac")),
-    *("ranks ppo_torch", f"ranks sac_torch {SHORT}", "compile ppo_torch --epochs 50"),
+    *("ranks ppo_torch", f"ranks sac_torch {SHORT}"),
 ]
-HEADER = ["speed.py", "first", "second", "ratio", "range", "ms/step", "env", "products", "notes"]
+HEADER = ["speed.py", "first", "second", "ratio", "range", "ms/step", "env", "products"]
+DIGITS = {"first": 0, "second": 0, "ratio": 2, "ms/step": 3, "env": 3, "products": 3}
 
 
 @dataclass
 class Args:
-    what: tyro.conf.Positional[Literal["ranks", "pair", "sb3", "sbx", "compile", "table"]]
-    scripts: tyro.conf.Positional[tuple[str, ...]] = ()  # one script, by name; two for pair
+    what: Positional[Literal["ranks", "pair", "sb3", "sbx", "table"]]
+    scripts: Positional[tuple[str, ...]] = ()  # one script, by name; two for pair; rows of table
     env_id: str = "HalfCheetah-v4"  # environment
-    epochs: int = 6  # epochs of 4000 steps per run; the first one warms up
-    pairs: int = 3  # how often the two are run in turn
-    batch_size: int = 100  # of off-policy algorithms
-    compile: bool = False  # compile an on-policy script's update; the others' always is
+    epochs: PosInt = 6  # epochs of 4000 steps per run; the first one warms up
+    pairs: PosInt = 3  # how often the two are run in turn
+    batch_size: PosInt = 100  # of off-policy algorithms
     peer_python: str = sys.executable  # interpreter that has the peers installed
     peer_switched: bool = False  # give the peer this project's settings of MKL and glibc
     out: str = str(PAGE)  # of table; its numbers are in a CSV file beside it
 
 
-def train(script, args, ranks=1, **env):
-    """Run a script and return its progress table and its wall time in seconds."""
+def rate(script, args, ranks=1):
+    """A script's environment steps per second, without the first epoch, which may compile.
+
+    Returns:
+        (rate, table): the run's progress.txt too.
+    """
     with tempfile.TemporaryDirectory() as data_dir:
         command = [find_mpirun(), "-np", str(ranks)] if ranks > 1 else []
         command += [sys.executable, str(ROOT / "algos" / f"{script}.py"), "--env-id", args.env_id]
         command += ["--epochs", str(args.epochs), "--exp-name", "speed", "--data-dir", data_dir]
-        command += ["--compile"] * args.compile
         if off_policy(script):
             command += ["--start-steps", "1000", "--num-test-episodes", "1"]
             command += ["--batch-size", str(args.batch_size)]
-        start = time.perf_counter()
-        subprocess.run(command, check=True, env={**os.environ, **env}, stdout=subprocess.DEVNULL)
-        wall = time.perf_counter() - start
-        return pd.read_csv(Path(data_dir, "speed", "speed_s0", "progress.txt"), sep="\t"), wall
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        table = pd.read_csv(Path(data_dir, "speed", "speed_s0", "progress.txt"), sep="\t")
+    steps, seconds = (table[key].iloc[-1] - table[key][0] for key in ("TotalEnvInteracts", "Time"))
+    return steps / seconds, table
 
 
 def off_policy(script):
     return script.split("_")[0] in ("ddpg", "td3", "sac")
-
-
-def rate(table):
-    """Environment steps per second after the first epoch, which includes compilation."""
-    first, last = table.iloc[0], table.iloc[-1]
-    return (last.TotalEnvInteracts - first.TotalEnvInteracts) / (last.Time - first.Time)
 
 
 def peer_rate(module, script, args):
@@ -128,7 +126,7 @@ def peer_rate(module, script, args):
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         why = result.stderr.strip().splitlines()[-1]
-        raise ChildProcessError(f"{module} does not run in {args.peer_python}: {why}")
+        raise UsageError(f"{module} does not run in {args.peer_python}: {why}")
     return float(re.search(r"^rate (.+)$", result.stdout, re.MULTILINE)[1])
 
 
@@ -163,9 +161,9 @@ def floor(script, args, table):
     """Milliseconds that `env.step` and the products of its share of the update take alone."""
     import torch
 
-    from common.mpi_pytorch import setup_pytorch_for_mpi
+    from common.mpi_pytorch import setup
 
-    setup_pytorch_for_mpi()
+    setup()
     with warnings.catch_warnings(action="ignore"):  # that there is a newer version
         env = gym.wrappers.Autoreset(gym.make(args.env_id))
     dims = [gym.spaces.flatdim(space) for space in (env.observation_space, env.action_space)]
@@ -187,29 +185,21 @@ def floor(script, args, table):
     return {"env": (time.perf_counter() - start) / 2, "products": total}
 
 
-def whole_runs(script, args):
-    """Wall time of an on-policy script: compiled from an empty cache, from a full one, or not."""
-    notes = []
-    for ranks in (1, 2):
-        with tempfile.TemporaryDirectory() as cache:
-            runs = [replace(args, compile=compiled) for compiled in (True, True, False)]
-            env = {"TORCHINDUCTOR_CACHE_DIR": cache}
-            cold, warm, eager = (train(script, run, ranks, **env)[1] for run in runs)
-        notes.append(f"ranks {ranks}: cold {cold:.0f} s, warm {warm:.0f} s, eager {eager:.0f} s")
-    return {"notes": "; ".join(notes)}
-
-
-def in_turn(args):
-    """Rates of two things, pair by pair, and the floor of the first one."""
+def measure(args):
+    """Measure what one command line asks for, pair by pair: {column of HEADER: value}."""
+    if len(args.scripts) != (2 if args.what == "pair" else 1):
+        raise UsageError(
+            f"{args.what} takes {'two scripts' if args.what == 'pair' else 'a script'}"
+        )
     (script, *other), rates = args.scripts, []
     for i in range(args.pairs):
-        table, _ = train(script, args, ranks=2 if args.what == "ranks" else 1)
+        first, table = rate(script, args, ranks=2 if args.what == "ranks" else 1)
         if args.what in PEERS:
             second = peer_rate(PEERS[args.what], script, args)
         else:
-            second = rate(train(*other or [script], args)[0])
-        rates.append((rate(table), second))
-        print(f"  pair {i + 1}: {rates[-1][0]:8.0f} {second:8.0f}", flush=True)
+            second, _ = rate(*other or [script], args)
+        rates.append((first, second))
+        print(f"  pair {i + 1}: {first:8.0f} {second:8.0f}", flush=True)
     ratios = [a / b for a, b in rates]
     first, second = (median(column) for column in zip(*rates, strict=True))
     row = {"first": first, "second": second, "ratio": median(ratios)}
@@ -217,18 +207,10 @@ def in_turn(args):
     return row if args.what == "ranks" else row | floor(script, args, table)
 
 
-def measure(args):
-    """Measure what one command line asks for: a dict with some of the HEADER's columns."""
-    if len(args.scripts) != (2 if args.what == "pair" else 1):
-        sys.exit(f"{args.what} takes {'two scripts' if args.what == 'pair' else 'one script'}")
-    return whole_runs(*args.scripts, args) if args.what == "compile" else in_turn(args)
-
-
 def shown(row):
     """The row's cells as text."""
-    digits = {"first": 0, "second": 0, "ratio": 2, "ms/step": 3, "env": 3, "products": 3}
     cells = {k: row[k] for k in HEADER if not pd.isna(row.get(k))}
-    return {k: f"{v:.{digits[k]}f}" if k in digits else v for k, v in cells.items()}
+    return {k: f"{v:.{DIGITS[k]}f}" if k in DIGITS else v for k, v in cells.items()}
 
 
 def page(table):
@@ -250,10 +232,10 @@ def write_table(args, cpu):
     numbers = Path(args.out).with_suffix(".csv")
     for line in args.scripts or ROWS:
         print(line, flush=True)
-        asked = tyro.cli(Args, args=line.split(), default=replace(args, scripts=()))
         try:
-            row = measure(asked)
-        except ChildProcessError as e:
+            asked = parse_args(Args, line.split())
+            row = measure(replace(asked, peer_python=args.peer_python))
+        except UsageError as e:
             print(e, file=sys.stderr)
             continue
         old = [pd.read_csv(numbers)] if numbers.exists() else []
@@ -263,13 +245,19 @@ def write_table(args, cpu):
         Path(args.out).write_text(page(table))
 
 
-if __name__ == "__main__":
-    args = tyro.cli(Args, description=__doc__)
-    cpu = f"{os.cpu_count()} cores of {cpu_name()}"
-    print(f"{' '.join(sys.argv[1:])}, on {cpu}", flush=True)
-    if args.what == "table":
-        sys.exit(write_table(args, cpu))
+def main():
     try:
-        print(*(f"{key}: {value}" for key, value in shown(measure(args)).items()), sep="\n")
-    except ChildProcessError as e:
-        sys.exit(str(e))
+        args = parse_args(Args)
+        cpu = f"{os.cpu_count()} cores of {cpu_name()}"
+        print(f"{' '.join(sys.argv[1:])}, on {cpu}", flush=True)
+        if args.what == "table":
+            write_table(args, cpu)
+        else:
+            print(*(f"{key}: {x}" for key, x in shown(measure(args)).items()), sep="\n")
+    except UsageError as e:
+        print(f"speed.py: error: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -42,7 +42,7 @@ from tyro.conf import Positional, arg
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
 from common import UsageError
 from common.args import NonNegInt, PosInt, Range, parse_args
-from common.serialization import printable, read_json, read_npz
+from common.files import printable, read_json, read_npz
 
 LOG_STD_MIN, LOG_STD_MAX = -20, 2  # of a squashed Gaussian, as in the SAC scripts
 ADVICE = "rendering without a display needs EGL or OSMesa, with MUJOCO_GL=egl or osmesa: "
@@ -204,7 +204,7 @@ def load_env(run_dir, render_mode=None):
         os.environ.setdefault("MUJOCO_GL", "egl" if find_library("EGL") else "osmesa")
     import gymnasium as gym
 
-    from common.cli import make_env
+    from common.run import make_env
 
     gym.logger.min_level = gym.logger.ERROR  # hide that there are newer versions
     spaces = gym.spaces.Box, gym.spaces.Discrete
@@ -288,7 +288,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BrokenPipeError:  # nobody reads any more (`| head -1`): then there is nothing to do
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    main()

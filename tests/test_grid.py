@@ -15,14 +15,13 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import FAKE, GRID, ROOT, contents, processes, read_status, run, wait_for
 
-from benchmark import flags, grid, launch
+from benchmark import grid, launch
 from common import UsageError
 
 SCRIPTS = sorted((ROOT / "algos").glob("*.py"))
@@ -132,6 +131,7 @@ sys.path.insert(0, {str(ROOT)!r})
 from benchmark.flags import find
 given = {{"hidden_sizes": [8, 4], "gamma": 1, "seed": 3}}
 print(json.dumps([find(script).parse(given) for script in sys.argv[1:]]))
+assert all("Box" in find(script).make_env[0] for script in sys.argv[1:])
 assert not {{"torch", "tensorflow"}} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code, *SCRIPTS], capture_output=True, text=True)
@@ -154,7 +154,7 @@ def test_the_sweeps_fit_their_scripts(path):
     assert not [name for name in names if name.startswith(sweep.grid.name)]
     for command in re.findall(r"plot.py data/(\S+)", path.read_text()):
         assert command == sweep.grid.name
-    scripts = {run.thunk.name for run in runs}
+    scripts = {Path(run.fixed["script"]).stem for run in runs}
     assert path.stem != "smoke" or scripts == {script.stem for script in SCRIPTS}
 
 
@@ -163,7 +163,7 @@ def test_the_sweeps_fit_their_scripts(path):
 # fmt: off
 BAD = {  # a word of the message: what is wrong, at the top of a sweep
     "": ["= 3", "a = " + "[" * 5000], "colour": ["colour = 1"], "datestamp": ["datestamp = 1"],
-    "name": ["name = 5", 'name = "../up"', 'name = ""'], "params": ["params = 3"],
+    "name": ['name = "../up"', "name = [1]"], "params": ["params = 3"],
     "workers": ["workers = 0", "workers = true"], "--num-cpu": ['num_cpu = "all"'],
     "script": ["script = []", "script = 3"], "algos/x.py": ['script = "algos/x.py"'],
     "no_such": ['script = "no_such:function"', 'script = "math:no_such"'],
@@ -227,13 +227,13 @@ def test_bad_sweeps_and_lines_are_one_line_and_launch_nothing(main, monkeypatch,
     ],
 )  # fmt: skip
 def test_command_lines(line, expected):
-    heads, found = grid.read_words(shlex.split(f"{FAKE} --cpu auto --dt --data_dir out {line}"))
-    options = grid.take_options(found)
+    words, found = grid.split_words(shlex.split(f"--cpu auto --dt {FAKE} --data_dir out {line}"))
+    options = grid.parse_args(grid.Options, words)
     assert (options.num_cpu, options.datestamp, options.data_dir) == ("auto", True, "out")
-    sweep = grid.sweep_from_words(heads, found, options.name)
-    sweep.grid.name = options.name or sweep.grid.name
-    made = {r.exp_name: {k: r.settings[k] for k in r.params} for r in grid.plan(sweep)}
-    assert made == expected
+    runs = grid.plan(grid.sweep_from_words(options, found))
+    made = {r.directory.parent.name[11:]: r.fixed for r in runs}
+    assert made.keys() == expected.keys()
+    assert all(expected[name].items() <= fixed.items() for name, fixed in made.items())
 
 
 @pytest.mark.parametrize("more", [["--dry-run"], []])
@@ -254,7 +254,7 @@ def test_dry_run_prints_commands_and_makes_nothing(main, tmp_path):
     assert code == 0 and len(commands) == 2 and os.listdir() == ["a.toml"]
     words = commands[1]
     assert words[0].endswith("mpirun") and words[1:5] == ["-np", "2", sys.executable, str(FAKE)]
-    assert "--compile" in words and words[words.index("--seed") + 1] == "1"
+    assert "--compile" in words and "--seed=1" in words
     subprocess.run(commands[0], check=True)  # what it prints is what it runs
     _, out, _ = main(sweep, "--dry-run")
     assert "sweep_s0: finished before\n# " in out
@@ -269,10 +269,12 @@ def test_arguments_go_to_the_scripts_that_have_them(main):
     only = '[params.alpha]\nvals = [0.5]\nscripts = ["other_*"]\n'
     text = f'name = "both"\nscript = ["{FAKE}", "other_script.py"]\n[params]\ngamma = [0.9, 0.8]\n'
     Path("a.toml").write_text(text + only)
-    assert [(r.exp_name, r.params) for r in grid.plan(grid.read_sweep("a.toml"))] == [
-        ("both_fake_script_gam0-9", {"gamma": 0.9}),
-        ("both_fake_script_gam0-8", {"gamma": 0.8}),
-        ("both_other_script", {"alpha": 0.5}),
+    runs = grid.plan(grid.read_sweep("a.toml"))
+    gammas = [(r.directory.parent.name, r.fixed.get("gamma"), r.fixed["alpha"]) for r in runs]
+    assert gammas == [
+        ("both_fake_script_gam0-9", 0.9, 0.2),
+        ("both_fake_script_gam0-8", 0.8, 0.2),
+        ("both_other_script", None, 0.5),
     ]
     note = "# gamma is left out where there is no such argument: other_script\n"
     assert note in main("a.toml", "--dry-run")[1]
@@ -346,8 +348,8 @@ def test_ranks_and_cores(main, tmp_path, monkeypatch):
     assert main(write_sweep(tmp_path / "a.toml", "", "num_cpu = 3"))[0] == 0
     assert read(tmp_path / "data/sweep/sweep_s0")["ranks"] == 3
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    sweep = grid.Sweep(grid.ExperimentGrid("x"), str(FAKE), "auto", workers=2)
-    assert grid.plan(sweep)[0].num_cpu == 4
+    sweep = grid.Sweep(grid.ExperimentGrid("x"), FAKE, grid.Options(num_cpu="auto", workers=2))
+    assert grid.plan(sweep)[0].fixed["ranks"] == 4
     assert launch.core_shares(1) == [None]
     shares = launch.core_shares(3)
     assert sorted(c for share in shares for c in share) == list(range(8))
@@ -426,9 +428,7 @@ import json, os, sys, time
 from pathlib import Path
 sys.path.insert(0, "ROOT")
 from common.logger import EpochLogger
-from common.mpi_tools import num_procs, proc_id
-
-def helper(): pass
+from common.mpi import num_procs, proc_id
 
 def my_train(lr, seed=0, sizes=(64,), act=None, env_fn=None, fail=None, wait=0, logger_kwargs={}):
     logger = EpochLogger(**logger_kwargs)
@@ -439,21 +439,27 @@ def my_train(lr, seed=0, sizes=(64,), act=None, env_fn=None, fail=None, wait=0, 
     logger.log_tabular("EpRet", average_only=True)
     logger.dump_tabular()
     if proc_id() == 0:
-        seen = [lr, seed, sizes, act.__name__, env_fn().spec.id, num_procs()]
+        act = act(2) if callable(act) else act
+        seen = [lr, seed, sizes, act, env_fn().spec.id, num_procs()]
         Path(logger_kwargs["output_dir"], "seen").write_text(json.dumps(seen))
     time.sleep(wait)
 
 def plain(x): Path("plain").write_text(str(x))
-def other(x): Path("other").write_text(str(x))
 
 if __name__ == "__main__":
     from benchmark.grid import ExperimentGrid, call_experiment
-    grid = ExperimentGrid("fun")
-    grid.add("lr", [0.1, 0.2])
-    grid.add("sizes", (8, 4))
-    grid.add("act", helper)
-    grid.add("env_name", "CartPole-v1")
-    assert grid.run(my_train, num_cpu=2, data_dir=None)
+    from nearby import double
+    import gymnasium
+
+    def within(factor):
+        grid = ExperimentGrid("fun")
+        grid.add("lr", [0.1, 0.2])
+        grid.add("sizes", (8, 4))
+        grid.add("act", lambda x: factor * double(x))
+        grid.add("env_fn", lambda: gymnasium.make("CartPole-v1"))
+        return grid.run(lambda seed, **more: my_train(seed=seed, **more), num_cpu=2)
+
+    assert within(5)
     assert call_experiment("one", plain, x=[1, 2])
 """
 
@@ -464,33 +470,41 @@ def module(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "my_module", raising=False)
     path = tmp_path / "my_module.py"
     path.write_text(MODULE.replace("ROOT", str(ROOT)))
+    (tmp_path / "nearby.py").write_text("def double(x): return 2 * x")
     return path
 
 
 def test_functions_run_with_their_arguments_under_mpirun(module, tmp_path):
-    """Functions of the very program that starts them, which pickle could not bring to the ranks."""
+    """Lambdas and closures of the program that starts them, which call what they can import."""
     done = run(module, cwd=tmp_path)
     assert "2 runs, 2 finished, in" in done.stdout
     for lr in (0.1, 0.2):
         name = f"fun_lr{str(lr).replace('.', '-')}"
         directory = tmp_path / "data" / name / f"{name}_s0"
-        assert read(directory, "seen") == [lr, 0, [8, 4], "helper", "CartPole-v1", 2]
+        assert read(directory, "seen") == [lr, 0, [8, 4], 20, "CartPole-v1", 2]
         assert read(directory)["exp_name"] == name
         assert read_status(directory / "call")["status"] == "finished"
     assert (tmp_path / "plain").read_text() == "[1, 2]"
     assert "2 runs, 2 finished before, in" in run(module, cwd=tmp_path).stdout
 
 
-def test_a_key_of_the_grid_holds_the_functions(module, tmp_path, monkeypatch):
-    """As in Spinning Up: `run("algo")`. It is named like any other key."""
+def test_a_key_of_the_grid_holds_the_functions(tmp_path, monkeypatch):
+    """As in Spinning Up: `run("algo")`. Its value is in the names of the runs."""
     monkeypatch.chdir(tmp_path)
-    functions = [flags.load(str(tmp_path), "my_module", name) for name in ("plain", "other")]
+
+    def plain(x):
+        (tmp_path / f"plain{x}").touch()
+
+    def other(x):
+        (tmp_path / f"other{x}").touch()
+
     g = grid.ExperimentGrid("g")
     g.add("x", [1, 2])
-    g.add("algo", functions)
+    g.add("algo", [plain, other])
     assert g.run("algo")
-    names = {f"g_x{x}_alg{f}" for x in (1, 2) for f in ("plain", "other")}
-    assert set(os.listdir("data")) == names and Path("other").read_text() == "2"
+    names = {f"{function}{x}" for x in (1, 2) for function in ("plain", "other")}
+    assert {path.name for path in tmp_path.glob("[po]*")} == names
+    assert {*os.listdir("data")} == {f"g_alg{name[:-1]}_x{name[-1]}" for name in names}
 
 
 def test_functions_by_name(module, main, tmp_path):
@@ -501,7 +515,7 @@ def test_functions_by_name(module, main, tmp_path):
     assert code == 1 and "RuntimeError: it broke" in out
     assert "on rank 1 of 2" in (tmp_path / "data/f/f_s3/launch.log").read_text()
     assert "1 failed before" in main(*fails)[1]
-    text = module.read_text().replace("== fail", "is None").replace("act.__name__", "act")
+    text = module.read_text().replace("== fail", "is None")
     module.write_text(text)
     assert main(*fails, "--retry-failed")[0] == 0
     assert read(tmp_path / "data/f/f_s3", "seen") == [0.5, 3, [64], "x", "CartPole-v1", 2]
@@ -516,27 +530,21 @@ def test_functions_by_name(module, main, tmp_path):
     assert main(*words)[0] == 0
 
 
-def test_functions_that_cannot_be_run(module, tmp_path, monkeypatch):
+def test_functions_that_cannot_be_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    my_train = flags.load(str(tmp_path), "my_module", "my_train")
-    for thunk in (lambda lr: lr, partial(my_train, 1), Tanh().__init__):
-        with pytest.raises(UsageError, match="define it at the top level of a module"):
-            grid.call_experiment("x", thunk)
+
+    def train(lr=1, env_fn=None, seed=0):
+        pytest.fail("called")
+
     for kwargs, word in [
         ({"gama": 2}, "gama"),
-        ({"lr": object()}, "JSON"),
-        ({"lr": float("nan")}, "JSON"),
-        ({"act": lambda: 0}, "lambda"),
+        ({"lr": iter(x for x in ())}, "cannot be pickled"),
         ({"env_name": "NoSuch-v0"}, "NoSuch-v0"),
         ({"seed": "../../x"}, "seed"),
     ]:
         with pytest.raises(UsageError, match=word):
-            grid.call_experiment("x", my_train, **kwargs)
-    text = module.read_text().replace('if __name__ == "__main__"', "if 1")
-    module.write_text(text)
-    assert run(module, cwd=tmp_path, check=False).returncode
-    log = tmp_path / "data/fun_lr0-1/fun_lr0-1_s0/launch.log"
-    assert "put it under if __name__" in log.read_text()
+            grid.call_experiment("x", train, **kwargs)
+    assert not os.listdir()
 
 
 def test_scripts_from_python(tmp_path, monkeypatch):
@@ -565,7 +573,7 @@ def test_an_environment_of_ones_own_is_found(main, tmp_path):
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_or_killed_sweep_leaves_no_process_and_goes_on(main, tmp_path, signum):
-    params = "seed = [0, 1, 2]\nepoch_seconds = 0.2\nepochs = 5"
+    params = "seed = [0, 1, 2]\nepoch_seconds = 0.2\nepochs = 15"
     sweep = write_sweep(tmp_path / "a.toml", params, "workers = 2\nnum_cpu = 2")
     process = start_grid(tmp_path, sweep)
     runs = [tmp_path / f"data/sweep/sweep_s{seed}" for seed in range(3)]
@@ -582,7 +590,7 @@ def test_a_stopped_or_killed_sweep_leaves_no_process_and_goes_on(main, tmp_path,
     assert not runs[2].exists()
     code, out, _ = main(sweep)
     assert code == 0 and "3 finished, in" in out
-    assert [returns(r) for r in runs] == [[100 * i + k for k in range(1, 6)] for i in range(3)]
+    assert [returns(r) for r in runs] == [[100 * i + k for k in range(1, 16)] for i in range(3)]
 
 
 def test_a_second_signal_stops_at_once(tmp_path):

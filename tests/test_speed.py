@@ -31,12 +31,14 @@ def test_table_is_well_formed(tmp_path):
     again = {**other, "ratio": 1.5, "range": "1.50 to 1.50", "ms/step": 333.3, "products": 1.0}
     pd.DataFrame([again]).to_csv(numbers, index=False)
     env = {"PYTHONPATH": str(tmp_path)}
-    for rows in (["sb3 ppo_torch", "pair ppo_torch ppo_torch"], ["sb3 ppo_torch"]):
-        result = run(SPEED, "table", *rows, *TINY, "--out", page, env=env)
+    flags = " ".join(map(str, TINY))
+    sb3, pair = f"sb3 ppo_torch {flags}", f"pair ppo_torch ppo_torch {flags}"
+    for rows in ([sb3, pair], [sb3]):
+        result = run(SPEED, "table", *rows, "--out", page, env=env)
     table = pd.read_csv(numbers)
     mine = table[table.cpu != "8 cores of Other"].set_index("speed.py")
-    assert sorted(mine.index) == ["pair ppo_torch ppo_torch", "sb3 ppo_torch"] and len(table) == 3
-    row = mine.loc["sb3 ppo_torch"]
+    assert sorted(mine.index) == [pair, sb3] and len(table) == 3
+    row = mine.loc[sb3]
     assert row.ratio == pytest.approx(row["first"] / row.second, rel=1e-3)
     assert row["ms/step"] == pytest.approx(1000 / row["first"], rel=1e-3) and row.products > 0
     lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
@@ -53,8 +55,8 @@ def test_a_peer_that_cannot_be_imported_is_one_line(tmp_path):
     (tmp_path / "sbx.py").write_text("raise ValueError('wants tf_keras')")
     env = {"PYTHONPATH": str(tmp_path)}
     result = run(SPEED, "sbx", "ppo_torch", *TINY, check=False, env=env)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
-    line = f"sbx does not run in {sys.executable}: ValueError: wants tf_keras"
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    line = f"speed.py: error: sbx does not run in {sys.executable}: ValueError: wants tf_keras"
     assert result.stderr.strip().splitlines()[-1] == line
 
 
@@ -67,7 +69,7 @@ def test_floor_has_all_products(script, tmp_path, monkeypatch):
     """As many operations as torch counts in the script's own update."""
     module = load_script(script)
 
-    def count(update, **options):
+    def count(update, device):
         def counted(*batch):
             with FlopCounterMode(display=False) as counter:
                 update(*batch)
@@ -75,7 +77,7 @@ def test_floor_has_all_products(script, tmp_path, monkeypatch):
 
         return counted
 
-    monkeypatch.setattr(module, "mpi_compile", count)
+    monkeypatch.setattr(module.mpi_pytorch, "compile", count)
     flags = {"env_id": "Pendulum-v1", "epochs": 1, "update_after": 100, "data_dir": str(tmp_path)}
     with pytest.raises(Stop) as counted:
         module.train(module.Args(**flags))
