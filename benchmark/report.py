@@ -1,97 +1,130 @@
-"""Make every table and figure of README.md and benchmark/results/ from the CSV files beside them.
+"""Make every table and figure of benchmark/results/ from the CSV files there.
 
     python benchmark/report.py                                      # make them anew
     python benchmark/report.py --collect data/benchmark_on_policy   # take in runs first
+    python benchmark/report.py --verify ppo_torch HalfCheetah-v4 3  # make a run again and compare
 
 `--collect` reads runs, finished or not, and adds them to two files of benchmark/results/: runs.csv
 has one row for each run, curves.csv the points of its curve. A run replaces the one with the same
 script, environment, settings and seed.
 
+`--verify` starts the run of a row of runs.csv again (a random one if none is named), on one core,
+ends it after `--epochs`, and compares its returns with curves.csv. The exit code is 1 where the CPU
+and the versions are those of the row and the returns are not.
+
 A table goes between two lines of a page, `<!-- results: NAME -->` and `<!-- results: end -->`; NAME
-is an algorithm, on-policy, off-policy, summary or cost. Returns are smoothed as the published
-curves are: each seed by itself, over 11 epochs of 4000 steps, centred. A link to a function,
-[`name`](algos/script.py#L1), gets the number of its line.
+is a key of `tables` in `make`. Returns are smoothed as the published curves are: each seed by
+itself, over 11 epochs of 4000 steps, centred.
 """
 
-import contextlib
 import dataclasses
 import io
+import os
 import re
+import shlex
 import sys
+import time
 from pathlib import Path
+from subprocess import DEVNULL, Popen
+from tempfile import TemporaryDirectory
 
+import matplotlib
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
-from benchmark import plot
-from common.args import parse_args
-from common.run_dir import read_status
-from common.serialization import printable
+from benchmark import flags, plot
+from common.args import PosInt, parse_args
+from common.files import printable, read_status
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
-PUBLISHED = ROOT / "benchmark" / "reference" / "published_at_1m_steps.csv"
-ENVS = ("HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Ant")
-FAMILIES = {"on-policy": ("vpg", "trpo", "ppo"), "off-policy": ("ddpg", "td3", "sac")}
+ENVS = ["HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Ant"]
+FAMILIES = {"on-policy": ["vpg", "trpo", "ppo"], "off-policy": ["ddpg", "td3", "sac"]}
+ALGOS = [algo for family in FAMILIES.values() for algo in family]
 FRAMEWORKS = {"torch": "PyTorch", "tf1": "TensorFlow 1"}
-PLAIN_RUNS = [(framework, "plain") for framework in FRAMEWORKS]
-RUN_COLUMNS = ["run", "script", "env", "settings", "seed", "ranks", "status", "steps", "seconds"]
-RUN_COLUMNS += ["commit", "cpu"]
-TYPES = {"commit": str, "cpu": str}  # 12e4567 is no number
+# What is shown, as (framework, settings); of off-policy scripts, the first two.
+KINDS = {"PyTorch": ("torch", "plain"), "TensorFlow 1": ("tf1", "plain")}
+KINDS |= {"normalised": ("torch", "normalised"), "strong": ("torch", "strong")}
+TYPES = dict.fromkeys(("commit", "cpu", "arguments", "versions"), str)  # 12e4567 is no number
 MAX_ROWS = 300  # of one run in curves.csv
 MARKS = (100_000, 300_000, 500_000, 1_000_000)  # steps at which returns are compared
-WINDOW = 11 * 4000  # steps
-# Half the width of a 95 % interval of a mean of n values, in standard errors (Student's t).
-T95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
-# The published benchmark's settings; a run's label names what it has otherwise.
-PLAIN = {
-    "on-policy": {"hidden_sizes": [64, 32], "activation": "tanh", "lam": 0.97, "clip_ratio": 0.2}
-    | {"pi_lr": 3e-4, "vf_lr": 1e-3, "train_pi_iters": 80, "train_v_iters": 80}
-    | {"target_kl": 0.01, "delta": 0.01, "minibatch_size": 0, "anneal_lr": False},
-    "off-policy": {"hidden_sizes": [256, 256], "activation": "relu", "batch_size": 100}
-    | {"lr": 1e-3, "pi_lr": 1e-3, "q_lr": 1e-3, "polyak": 0.995, "start_steps": 10_000}
-    | {"update_after": 1000, "update_every": 50, "alpha": 0.2},
-    "both": {"steps_per_epoch": 4000, "gamma": 0.99, "max_ep_len": 1000, "ranks": 1},
-}
+TUNED = {"strong": {0, 1, 2}}  # the seeds that settings were chosen on
+# What the published settings change of a script's defaults; arguments that numbers do not depend
+# on, or that have a column of their own.
+PLAIN = {"on-policy": {"hidden_sizes": [64, 32]}, "off-policy": {}}
+OWN = [*flags.RESERVED, "save_freq", "snapshots", "seed", "env_id"]
 # Colours that are legible on white and on GitHub's dark background.
-COLORS = {"torch": "#e8590c", "tf1": "#1c7ed6", "published": "#868e96"}
+COLORS = {"PyTorch": "#e8590c", "TensorFlow 1": "#1c7ed6", "published": "#868e96"}
 COLORS |= {"normalised": "#ae3ec9", "strong": "#2f9e44"}
 INK = "#7a7f87"
+DASHES = {"torch": (0, (4, 1.5)), "tf1": (0, (1, 1))}  # of the published curves
 
 
 @dataclasses.dataclass
 class Args:
     collect: tuple[str, ...] = ()  # directories of runs, or prefixes of their names, to take in
+    verify: tuple[str, ...] | None = None  # script, task and seed of a run; none: any
+    setting: str = "plain"  # of that run
+    epochs: PosInt = 20  # of that run to make
 
 
 # ------------------------------------------------------------------------------------- collecting
 
 
+def arguments(config, usual, *others):
+    """A run's arguments as flags, but for OWN, `others`, and what is the default or `usual`."""
+    script = flags.Script(ROOT / "algos" / config["script"])
+    usual = script.parse({}) | usual
+    names = [name for name in config if name in usual and name not in (*OWN, *others)]
+    changed = {x: config[x] for x in names if config[x] != usual[x]}
+    words = (word.split("=", 1) for word in flags.to_words(script.hints, changed))
+    return shlex.join(part for parts in words for part in parts)
+
+
 def settings_of(config):
-    """A run's settings in words: "plain", "normalised", or what differs from the published ones.
+    """A run's settings: "plain", "normalised", or the flags that differ from the published ones.
 
     Those of sweeps/strong_*.toml are "strong".
     """
     if str(config.get("exp_name")).startswith("strong_"):
         return "strong"
-    plain = PLAIN[family_of(Path(config["script"]).stem)] | PLAIN["both"]
-    norms = [key for key in ("norm_obs", "norm_rew") if config.get(key)]
-    words = ["normalised"] if len(norms) == 2 else norms
-    for key, value in plain.items():
-        if key in config and config[key] != value:
-            words.append(f"{key} {config[key]}".replace(",", ""))
-    return ", ".join(words) or "plain"
+    words = arguments(config, PLAIN[family_of(config["script"])], "epochs", "device", "compile")
+    words += f" --num-cpu {config.get('ranks', 1)}" * (config.get("ranks", 1) > 1)
+    return {"": "plain", "--norm-obs --norm-rew": "normalised"}.get(words, words.strip())
 
 
 def family_of(script):
     return next(name for name, algos in FAMILIES.items() if script.split("_")[0] in algos)
 
 
-def thin(table):
-    """At most MAX_ROWS rows: each is the mean of k neighbours, at the steps of the last of them."""
-    group = np.arange(len(table)) // -(-len(table) // MAX_ROWS)
-    return table.groupby(group).agg(dict.fromkeys(table, "mean") | {"steps": "last"})
+def read_run(frame):
+    """A run's row of runs.csv, and the points of its curve, an epoch each."""
+    config, path = frame.attrs["config"], Path(frame.attrs["run_dir"])
+    table = pd.DataFrame({"steps": frame["TotalEnvInteracts"].astype(int)})
+    table["return"] = frame["AverageEpRet"]
+    table["test_return"] = frame.get("AverageTestEpRet", np.nan)
+    status = read_status(path)["status"] if (path / "status.json").exists() else "unknown"
+    versions = {"cpu": "unknown"} | (config.get("versions") or {})
+    names = sorted(versions.keys() - {"cpu", "python", "mpi4py", "MPI"})
+    row = {"script": Path(config["script"]).stem, "env": config["env_id"]}
+    row |= {"settings": settings_of(config), "seed": config["seed"]}
+    row |= {"ranks": config.get("ranks", 1), "status": status}
+    row |= {"steps": table["steps"].iloc[-1], "seconds": round(frame["Time"].iloc[-1])}
+    row |= {"commit": (config.get("git_commit") or "unknown")[:10], "cpu": versions["cpu"]}
+    row |= {"arguments": arguments(config, {"epochs": None})}
+    row |= {"versions": ", ".join(f"{name} {versions[name]}" for name in names)}
+    label = re.sub(r"\W+", "-", row["settings"]).strip("-")
+    run = f"{row['script']}_{row['env']}_{label}_s{row['seed']}".replace("_plain_", "_")
+    return {"run": run, **row}, table
+
+
+def thin(table, k):
+    """The means of k rows each, at the steps of the last of them; those without a return go."""
+    table = table.groupby(np.arange(len(table)) // k)
+    table = table.agg({"steps": "last", "return": "mean", "test_return": "mean"})
+    return table.dropna(subset=["return", "test_return"], how="all")
 
 
 def collect(logdirs, results=RESULTS):
@@ -102,95 +135,230 @@ def collect(logdirs, results=RESULTS):
     """
     runs, curves = {}, {}
     for frame in plot.get_all_datasets(logdirs):
-        config, directory = frame.attrs["config"], Path(frame.attrs["run_dir"])
-        if not frame.attrs["algo"]:
-            plot.warn(f"left out {directory}: not a run of one of the twelve scripts")
-            continue
-        table = pd.DataFrame({"steps": frame["TotalEnvInteracts"].astype(int)})
-        table["return"] = frame["AverageEpRet"]
-        table["test_return"] = frame.get("AverageTestEpRet", np.nan)
-        cpu = (config.get("versions") or {}).get("cpu") or "unknown"
-        row = {"script": Path(config["script"]).stem, "env": config["env_id"], "cpu": cpu}
-        row |= {"settings": settings_of(config), "seed": config["seed"]}
-        row |= {"ranks": config.get("ranks", 1), "status": "unknown"}
-        with contextlib.suppress(OSError, ValueError):
-            row["status"] = read_status(directory)["status"]
-        row |= {"commit": (config.get("git_commit") or "unknown")[:10]}
-        row |= {"steps": table["steps"].iloc[-1], "seconds": round(frame["Time"].iloc[-1])}
-        extra = "" if row["settings"] == "plain" else "_" + re.sub(r"\W+", "-", row["settings"])
-        name = f"{row['script']}_{row['env']}{extra}_s{row['seed']}"
-        runs[name] = {"run": name, **row}
-        table = thin(table.dropna(subset=["return", "test_return"], how="all"))
-        curves[name] = table.assign(run=name)
+        if frame.attrs["algo"]:
+            row, table = read_run(frame)
+            runs[row["run"]] = row
+            curves[row["run"]] = thin(table, -(-len(table) // MAX_ROWS)).assign(run=row["run"])
+        else:
+            plot.warn(f"left out {frame.attrs['run_dir']}: not a run of one of the twelve scripts")
     if not runs:
         raise ValueError(f"no run to collect in {' '.join(logdirs)}")
-    for name, new in ("runs", pd.DataFrame(runs.values())), ("curves", pd.concat(curves.values())):
+    curves = pd.concat(curves.values())[["run", "steps", "return", "test_return"]]
+    for name, new in ("runs", pd.DataFrame(runs.values())), ("curves", curves):
         path = results / f"{name}.csv"
-        if path.exists():
-            old = pd.read_csv(path, dtype=TYPES)
-            new = pd.concat([old[~old.run.isin(runs)], new])
-        columns = RUN_COLUMNS if name == "runs" else ["run", "steps", "return", "test_return"]
-        new = new.sort_values(["run", "steps"], kind="stable")[columns]
+        old = pd.read_csv(path, dtype=TYPES) if path.exists() else new[:0]
+        new = pd.concat([old[~old.run.isin(runs)], new])[list(new)]
+        new = new.sort_values(["run", "steps"], kind="stable")
         new.to_csv(path, index=False, float_format="%.6g")
     return len(runs)
+
+
+# -------------------------------------------------------------------------------------- run again
+
+
+def verify(words, setting, epochs, results):
+    """Make a run again for some epochs and compare it with its row; whether all is as it should be.
+
+    words: script, task and seed; none of them for a random row. Raises ValueError if there is no
+    such row, or if its run fails.
+    """
+    runs = results.runs
+    columns = [*["script", "env", "seed"][: len(words)], "settings"]
+    runs = runs[([*words, setting] == runs[columns].astype(str)).all(axis=1)]
+    if runs.empty:
+        raise ValueError(f"runs.csv has no {setting} run of {' '.join(words)}")
+    row = runs.sample().iloc[0]
+    command = [f"algos/{row.script}.py", "--env-id", row.env, "--seed", str(row.seed)]
+    command += [*shlex.split(row.arguments), "--num-cpu", str(row.ranks)]
+    print("python", shlex.join(command), flush=True)
+    if hasattr(os, "sched_setaffinity"):  # one core: rounding depends on the number of threads
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, *command, "--data-dir", folder, "--exp-name", "again"]
+        run = Popen(command, cwd=ROOT, stdout=DEVNULL, stderr=DEVNULL)
+        table = Path(folder, "again", f"again_s{row.seed}", "progress.txt")
+        # It is ended, not made shorter: --epochs decides how fast a learning rate falls.
+        while run.poll() is None:
+            if table.exists() and table.read_text().count("\n") > epochs:
+                run.terminate()
+            time.sleep(0.2)
+        frames = plot.get_datasets(folder)
+    if not frames:
+        raise ValueError("the run ended without an epoch; the command above says why")
+    return compare(row, frames[0][:epochs], results)
+
+
+def compare(row, frame, results):
+    """Print what a run made again has in common with its row; whether that is as it should be."""
+    now, table = read_run(frame)
+    k = -(-row.steps // table["steps"][0] // MAX_ROWS)  # epochs a point
+    new = thin(table[: len(table) // k * k], k)
+    new = new.map(lambda x: float(f"{x:.6g}") if x % 1 else x)  # as in curves.csv
+    old = results.points[row.run].query(f"steps <= {new['steps'].max()}")
+    both = old.merge(new, "outer", "steps").fillna(np.inf)
+    same = (both.return_x == both.return_y) & (both.test_return_x == both.test_return_y)
+    lines = [f"{same.sum() * k} of {len(same) * k} epochs equal to the digit"]
+    if not same.all():
+        lines[0] += f"; the numbers part at {both.steps[~same].iloc[0]} steps"
+        same_kind = results.groups[row.script, row.env.removesuffix("-v4"), row.settings].run
+        seeds = [results.points[run].query(f"steps <= {new['steps'].max()}") for run in same_kind]
+        mean, *means = (x["test_return"].fillna(x["return"]).mean() for x in [new, *seeds])
+        where = "within" if min(means) <= mean <= max(means) else "outside"
+        text = f"mean return {mean:.0f}, {where} the range of the {len(means)} seeds"
+        lines.append(f"{text}, {min(means):.0f} to {max(means):.0f}")
+    others = [key for key in ("cpu", "versions") if row[key] != now[key]]
+    lines += [f"{x} in runs.csv: {row[x]}; here: {now[x]}" for x in [*others, "commit"]]
+    print("\n".join(lines))
+    return bool(others or (len(same) and same.all()))
 
 
 # ----------------------------------------------------------------------------------------- numbers
 
 
 class Results:
-    """The collected runs and the published numbers."""
+    """The collected runs, what is computed from each of them, and the best published elsewhere.
+
+    runs: the rows of runs.csv. points, curves: of each run, its rows of curves.csv, and (steps [T],
+    smoothed return [T]). groups: {(script, task, settings): rows of runs, with columns for the
+    return at each of MARKS, NaN if it has not come so far}, without the seeds that settings were
+    chosen on where there are others. cells: see make_cells.
+    """
 
     def __init__(self, results=RESULTS):
         self.runs = pd.read_csv(results / "runs.csv", dtype=TYPES)
         points = pd.read_csv(results / "curves.csv")
         points["performance"] = points["test_return"].fillna(points["return"])
         self.points = dict(list(points.groupby("run")))
-        published = pd.read_csv(PUBLISHED)
-        self.published = published[published.source != "SpinningUp bench 2020"]
+        self.curves = {run: smooth(table) for run, table in self.points.items()}
+        runs = self.runs.assign(task=self.runs.env.str.removesuffix("-v4"))
+        pairs = runs[["seed", "settings"]].to_numpy()
+        runs["tuned"] = [seed in TUNED.get(settings, ()) for seed, settings in pairs]
+        for mark in MARKS:
+            runs[mark] = [np.interp(mark, *self.curves[run], right=np.nan) for run in runs.run]
+        keys = ["script", "task", "settings"]
+        runs = runs[~runs.tuned | runs.groupby(keys).tuned.transform("all")]
+        self.groups = dict(list(runs.groupby(keys)))
+        best = pd.read_csv(plot.REFERENCE.with_name("published_at_1m_steps.csv")).query(
+            "source != 'SpinningUp bench 2020'"
+        )
+        best = best.assign(algo=best.algo.str.lower().str.split("/").str[0])
+        self.best = best.assign(task=best.env.str.split("-v").str[0]).sort_values("mean")
+        self.cells = self.make_cells()
 
-    def seeds(self, script, env, settings="plain"):
-        """The curves of one script: [(steps [T], smoothed return [T]), ...], one for each seed."""
-        runs, curves = self.runs, []
-        names = runs[(runs.script == script) & (runs.env == f"{env}-v4")]
-        for name in names[names.settings == settings].run:
-            table = self.points[name]
-            steps = table["steps"].to_numpy(float)
-            spacing = np.median(np.diff(steps)) if len(steps) > 1 else WINDOW
-            width = 2 * round((WINDOW / spacing - 1) / 2) + 1
-            curves.append((steps, plot.smooth_values(table["performance"], max(width, 1))))
-        return curves
+    def seeds(self, *key):
+        """The curves of a group, one for each seed."""
+        return [self.curves[run] for run in self.groups[key].run] if key in self.groups else []
 
-    def marks(self, curves):
-        """The last of MARKS that half of the seeds have reached, and the last that any has."""
-        longest = sorted(x[-1] for x, _ in curves)[len(curves) // 2 :]  # half of them
-        reached = [[m for m in MARKS if m <= end] for end in longest[:1] + longest[-1:]]
-        return sorted({marks[-1] for marks in reached if marks})
+    def make_cells(self):
+        """What the tables show, a row for each group, or two if some seeds went further than half.
 
-    def at(self, curves, mark):
-        """(mean, half width of its 95 % interval, number of seeds) at `mark` steps."""
-        values = [np.interp(mark, x, y) for x, y in curves if x[-1] >= mark]
-        return interval(np.mean(values), np.std(values, ddof=len(values) > 1), len(values))
+        Columns: script, task, settings, mark, n; of plain settings, also the difference from the
+        published mean, the half width of its 95 % interval (NaN for a single seed), and the
+        published standard deviation; ours and more: these in words.
+        """
+        rows = []
+        for (script, task, settings), runs in self.groups.items():
+            reached = [m for m in MARKS if runs[m].notna().any()]
+            half = [m for m in reached if 2 * runs[m].notna().sum() >= len(runs)]
+            for mark in sorted({*half[-1:], *reached[-1:]}):
+                values, note = runs[mark].dropna(), ""
+                ours = values.mean(), values.std(), len(values)
+                late = "" if mark == MARKS[-1] else f" at {plot.step_label(mark)}"
+                row = {"script": script, "task": task, "settings": settings, "n": len(values)}
+                if settings == "plain" and (band := reference(script, task, mark)):
+                    x, width = welch(ours, band)
+                    note = "" if not abs(x) > width else " ↑" if x > 0 else " ↓"
+                    row |= {"difference": x, "half": width, "std": band[1]}
+                    more = f"{estimate(x, width, '+', band[1])}{note}{late}"
+                    row["more"] = f"{estimate(*interval(*band))}, {more}"
+                n = f"{len(values)} tuned" if runs.tuned.any() else len(values)
+                row["ours"] = f"{estimate(*interval(*ours))} ({n}){note}{late}"
+                rows.append(row)
+        return pd.DataFrame(rows)
 
-    def reference(self, algo, framework, env, mark):
-        """Spinning Up's published (mean, standard deviation) at `mark` steps, or None."""
-        found = plot.reference_curve(algo, framework, env)
-        if found is None or found[0] != framework:
-            return None
-        _, steps, mean, std = found
-        return np.interp(mark, steps, mean), np.interp(mark, steps, std)
+    def scores(self, settings, pairs):
+        """Returns as shares of the best published, for the (framework, setting)s that are compared.
 
-    def best(self, algo, env):
-        """The best published elsewhere at 1M steps: its mean, framework and task; "" for none."""
-        table = self.published
-        algos, envs = table.algo.str.lower().str.split("/").str[0], table.env.str.split("-v").str[0]
-        best = table[(algos == algo) & (envs == env)].nlargest(1, "mean").itertuples()
-        return "".join(f"{row.mean:.0f}, {row.framework}, {row.env}" for row in best)
+        pairs: (algorithm, task). Returns (scores, tasks, mark): a list of arrays [seeds] for each
+        of `settings`, an array for each pair for which all have three seeds; these tasks; and the
+        last of MARKS for which there are any. 1 is the highest mean at 1M steps published for
+        a task by an algorithm of the family. None if there is nothing to compare.
+        """
+        for mark in MARKS[::-1]:
+            found = {}
+            for algo, task in pairs:
+                keys = [(f"{algo}_{framework}", task, setting) for framework, setting in settings]
+                groups = [self.groups[key][mark].dropna() for key in keys if key in self.groups]
+                if len(groups) == len(keys) and min(map(len, groups)) >= 3:
+                    best = self.best[self.best.algo.isin(FAMILIES[family_of(algo)])]
+                    best = best["mean"][best.task == task].max()
+                    found[algo, task] = [group.to_numpy() / best for group in groups]
+            if found:
+                tasks = ", ".join(dict.fromkeys(task for _, task in found))
+                return list(zip(*found.values(), strict=True)), tasks, mark
+
+
+def smooth(table):
+    """(steps [T], smoothed return [T]) of a run's points."""
+    steps = table["steps"].to_numpy(float)
+    spacing = np.median(np.diff(steps, prepend=0))
+    width = 2 * round((11 * 4000 / spacing - 1) / 2) + 1
+    return steps, plot.smooth_values(table["performance"], max(width, 1))
+
+
+def reference(script, task, mark):
+    """Spinning Up's published (mean, standard deviation, seeds) at `mark` steps, or None.
+
+    TRPO was published for TensorFlow alone, which stands in for PyTorch.
+    """
+    found = plot.reference_curve(*script.split("_"), task)
+    return found and (*(np.interp(mark, found[1], y) for y in found[2:]), 10)
+
+
+def student(df):
+    """Half the width that holds 95 % of Student's t distribution: its density, integrated.
+
+    With t = sqrt(df) tan(u), the density of u is proportional to cos(u) ** (df - 1).
+    """
+    u = np.linspace(0, np.pi / 2, 20_001)
+    share = np.cumsum(np.cos((u[1:] + u[:-1]) / 2) ** (df - 1))
+    return np.sqrt(df) * np.tan(np.interp(0.95, share / share[-1], u[1:]))
 
 
 def interval(mean, std, n):
-    """(mean, half width of its 95 % interval, n); the half width of one value is NaN."""
-    return mean, T95.get(n, T95[10]) * std / np.sqrt(n) if n > 1 else np.nan, n
+    """(mean, half width of its 95 % interval); std is NaN for a single value."""
+    return mean, student(n - 1) * std / np.sqrt(n)
+
+
+def welch(ours, theirs):
+    """(difference, half width of its 95 % interval) of two (mean, standard deviation, n)."""
+    (mean, std, n), (mean2, std2, n2) = ours, theirs
+    a, b = std**2 / n, std2**2 / n2
+    df = (a + b) ** 2 / (a**2 / max(n - 1, 1) + b**2 / (n2 - 1))
+    return mean - mean2, student(df) * np.sqrt(a + b)
+
+
+def iqm(tasks):
+    """Mean of the middle half of all runs; tasks: arrays [..., seeds], one for each task."""
+    runs = np.sort(np.concatenate(tasks, axis=-1))
+    cut = runs.shape[-1] // 4
+    return runs[..., cut : runs.shape[-1] - cut].mean(axis=-1)
+
+
+def improvement(tasks, others):
+    """How likely a run is above one of the others on the same task; the mean over tasks."""
+    signs = [np.sign(x[..., None] - y[..., None, :]) for x, y in zip(tasks, others, strict=True)]
+    return np.mean([0.5 + sign.mean(axis=(-2, -1)) / 2 for sign in signs], axis=0)
+
+
+def bootstrap(statistic, *groups):
+    """(statistic, low, high) with its 95 % interval; seeds are drawn anew within each task.
+
+    groups: lists of arrays [seeds], the arguments of `statistic`, which takes [..., seeds] too.
+    """
+    rng = np.random.default_rng(0)
+    drawn = [[x[rng.integers(len(x), size=(5000, len(x)))] for x in tasks] for tasks in groups]
+    return statistic(*groups), *np.percentile(statistic(*drawn), [2.5, 97.5], axis=0)
 
 
 # ------------------------------------------------------------------------------------------ tables
@@ -201,164 +369,196 @@ def markdown(header, rows):
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def cell(mean, half, n, mark, note=""):
-    """1303 ± 210 (5) ▲ at 300k"""
-    spread = "" if np.isnan(half) else f" ± {half:.0f}"
-    late = "" if mark == MARKS[-1] else f" at {plot.step_label(mark)}"
-    return f"{mean:.0f}{spread} ({n}){note}{late}"
+def estimate(value, half, sign="", std=None):
+    """1300 ± 210: to the second digit of the half width; if that is NaN, of `std` or the value."""
+    size = abs(std or value) if np.isnan(half) else half
+    place = 1 - int(np.log10(max(size, 10)))  # units at the finest
+    text = f"{round(value, place) + 0.0:{sign}.0f}"  # no -0
+    return text if np.isnan(half) else f"{text} ± {round(half, place):.0f}"
 
 
-def our_cell(results, algo, framework, env, settings="plain"):
-    """Our return, marked where it lies above (▲) or below (▼) the published band; "" for no run."""
-    curves, find, texts = results.seeds(f"{algo}_{framework}", env, settings), results.reference, []
-    for mark in results.marks(curves):
-        mean, half, n = results.at(curves, mark)
-        band, note = find(algo, framework, env, mark) or find(algo, "tf1", env, mark), ""
-        if band and settings == "plain":
-            note = " ▲" if mean > band[0] + band[1] else " ▼" if mean < band[0] - band[1] else ""
-        texts.append(cell(mean, half, n, mark, note))
-    return "; ".join(texts)
-
-
-def published_cell(results, algo, framework, env):
-    """Spinning Up's return, at the steps that ours have come to; "" where there is none."""
-    ours = [results.seeds(f"{algo}_{f}", env) for f in FRAMEWORKS]
-    marks = {mark for curves in ours for mark in results.marks(curves)} or {MARKS[-1]}
-    found = [(results.reference(algo, framework, env, mark), mark) for mark in sorted(marks)]
-    return "; ".join(cell(*interval(*band, 10), mark) for band, mark in found if band)
+def by_task(cells, script, settings="plain", column="ours"):
+    cells = cells[(cells.script == script) & (cells.settings == settings)]
+    return ["; ".join(cells[column][cells.task == task].dropna()) or "–" for task in ENVS]
 
 
 def returns(results, algos):
     """Ours beside Spinning Up's and the best published, a row for each of them."""
-    rows = []
+    rows, cells = [], results.cells
     for algo in algos:
-        name, torch = algo.upper(), results.runs[results.runs.script == f"{algo}_torch"]
-        others = sorted(set(torch.settings) - {"plain"})
-        for framework, settings in [*PLAIN_RUNS, *(("torch", other) for other in others)]:
-            title = f"**{name}, {FRAMEWORKS[framework]}**"
-            title += f", {settings}" if settings != "plain" else ""
-            rows.append([title, *(our_cell(results, algo, framework, e, settings) for e in ENVS)])
+        name = algo.upper()
+        for kind, (framework, settings) in KINDS.items():
+            rows.append([f"**{name}, {kind}**", *by_task(cells, f"{algo}_{framework}", settings)])
         for framework, title in FRAMEWORKS.items():
-            cells = [published_cell(results, algo, framework, env) for env in ENVS]
-            rows.append([f"Spinning Up's {name}, {title}", *cells])
-        rows.append([f"best {name} elsewhere, 1M", *(results.best(algo, env) for env in ENVS)])
-    rows = [row for row in rows if any(row[1:])]
-    return markdown(["", *ENVS], [[c or "–" for c in row] for row in rows])
+            theirs = FRAMEWORKS[plot.reference_curve(algo, framework, ENVS[0])[0]]
+            texts = by_task(cells, f"{algo}_{framework}", column="more")
+            rows.append([f"Spinning Up's {name}, {theirs}; our difference, {title}", *texts])
+        best = results.best[results.best.algo == algo].groupby("task").tail(1).set_index("task")
+        means = map(estimate, best["mean"], best.std_or_ci)
+        best["text"] = [f"{x.split()[0]}, " for x in means] + best.framework + ", " + best.env
+        rows.append([f"best {name} elsewhere, 1M", *best.text[ENVS]])
+    return markdown(["", *ENVS], [row for row in rows if set(row[1:]) != {"–"}])
+
+
+def differences(results, algos):
+    """The cells with a published mean, at the steps that half of the seeds have reached."""
+    cells = results.cells.dropna(subset="difference").drop_duplicates(["script", "task"])
+    return cells[cells.script.str.split("_").str[0].isin(algos)]
+
+
+def verdict(results, algos):
+    """In how many cells, and in which, the interval of the difference lies below or above 0."""
+    cells, texts = differences(results, algos), []
+    several = cells[cells.n > 1]
+    for sign in (-1, 1):
+        beyond = several[sign * several.difference > several.half]
+        names = ", ".join(f"{x.script} on {x.task}" for x in beyond.itertuples())
+        texts.append(f"{len(beyond)} of {len(several)} cells" + f" ({names})" * bool(names))
+    text = f"The 95 % interval of our difference from the published mean lies below 0 in {texts[0]}"
+    text += f", above 0 in {texts[1]}. These cells have {span(several.n)} seeds"
+    return text + f"; {sum(cells.n == 1)} more have one, and no interval" * any(cells.n == 1) + "."
+
+
+def span(numbers):
+    return " to ".join(map(str, sorted({min(numbers), max(numbers)})))
+
+
+def comparisons(results):
+    """The other framework, and other settings, against PyTorch with the plain ones."""
+    rows = []
+    for kind in list(KINDS)[1:]:
+        for algos in [*([algo] for algo in ALGOS), FAMILIES["on-policy"]]:
+            pairs = [(algo, env) for algo in algos for env in ENVS]
+            if found := results.scores((KINDS[kind], KINDS["PyTorch"]), pairs):
+                (x, y), tasks, mark = found
+                row = [kind, ", ".join(algos).upper(), f"{tasks} at {plot.step_label(mark)}"]
+                row.append(span([len(runs) for runs in x + y]))
+                for values in ((improvement, x, y), (iqm, x), (iqm, y)):
+                    row.append("{:.2f} ({:.2f} to {:.2f})".format(*bootstrap(*values)))
+                rows.append(row)
+    header = ["", "of", "tasks", "seeds", "probability of improvement", "IQM", "IQM, PyTorch plain"]
+    return markdown(header, rows)
 
 
 def summary(results):
-    """The scripts' lengths, speeds by speed.py's newest rows of pairs, and returns."""
+    """The scripts' speeds by speed.py's newest rows of pairs, and returns."""
     speeds, rows = {}, []
     table = pd.read_csv(RESULTS / "speed.csv")[["speed.py", "first", "second"]]
     for line, *rates in table[::-1].itertuples(index=False):  # the newest is the last to be seen
         if line.startswith("pair "):
             speeds |= dict(zip(line.split()[1:3], map("{:.0f}".format, rates), strict=True))
-    for algo, framework in [(a, f) for a in sum(FAMILIES.values(), ()) for f in FRAMEWORKS]:
-        script = f"{algo}_{framework}"
-        cells = [our_cell(results, algo, framework, env) or "–" for env in ENVS]
-        lines = len((ROOT / "algos" / f"{script}.py").read_text().splitlines())
-        rows.append([f"[{script}.py](algos/{script}.py)", lines, speeds.get(script, "–"), *cells])
-    return markdown(["", "lines", "steps/s", *ENVS], rows)
+    for script in [f"{algo}_{framework}" for algo in ALGOS for framework in FRAMEWORKS]:
+        row = [f"[{script}.py](../../algos/{script}.py)", speeds.get(script, "–")]
+        rows.append(row + by_task(results.cells, script))
+    return markdown(["", "steps/s", *ENVS], rows)
 
 
 def cost(results):
     """What the runs took, by family, settings and CPU."""
-    runs = results.runs.assign(family=results.runs.script.map(family_of))
-    runs = runs.assign(hours=runs.seconds * runs.ranks / 3600)
-    rows = []
-    for key, group in runs.groupby(["family", "settings", "cpu"], sort=True):
-        hours = "unknown" if group.hours.isna().any() else f"{group.hours.sum():.1f}"
-        steps = plot.step_label(round(group.steps.sum(), -5))
-        unfinished, commits = (group.status != "finished").sum(), sorted(set(group.commit))
-        rows.append([*key, len(group), unfinished, steps, hours, " ".join(commits)])
-    header = ["scripts", "settings", "CPU", "runs", "unfinished", "steps", "core-hours", "commits"]
-    return markdown(header, rows)
+    runs = results.runs.assign(scripts=results.runs.script.map(family_of), runs=1)
+    table = runs.groupby(["scripts", "settings", "cpu"], as_index=False).agg(
+        runs=("runs", "sum"),
+        steps=("steps", lambda x: plot.step_label(round(x.sum(), -5))),
+        hours=("seconds", lambda x: f"{(x * runs.ranks[x.index]).sum() / 3600:.1f}"),
+        commits=("commit", lambda x: " ".join(sorted(set(x)))),
+    )
+    return markdown([*table], table.to_numpy())
 
 
 # ----------------------------------------------------------------------------------------- figures
 
 
-def draw_band(ax, x, mean, std, color, style):
-    keep = np.unique(np.linspace(0, len(x) - 1, 80).astype(int))
-    x, mean, std = x[keep], mean[keep], std[keep]
-    ax.plot(x, mean, color=color, **style)
-    if std.any():
-        ax.fill_between(x, mean - std, mean + std, color=color, alpha=0.2, lw=0)
+def draw_band(ax, x, mean, std, color, label, **style):
+    ax.plot(x, mean, color=COLORS[color], label=label, **style)
+    ax.fill_between(x, mean - std, mean + std, color=COLORS[color], alpha=0.2, lw=0)
 
 
-def draw_panel(ax, results, algo, env, end, settings):
-    """One algorithm in one environment: the published curves, ours over them."""
-    for framework, dashes in (("torch", (4, 1.5)), ("tf1", (1, 1))):
-        found = plot.reference_curve(algo, framework, env)
-        if found and found[0] == framework:
-            x = np.append(found[1][found[1] < end], end)
-            mean, std = (np.interp(x, found[1], y) for y in found[2:])
-            draw_band(ax, x, mean, std, COLORS["published"], {"lw": 1, "ls": (0, dashes)})
-    empty = True
-    for framework, label in [*PLAIN_RUNS, *(("torch", other) for other in settings[1:])]:
-        curves = results.seeds(f"{algo}_{framework}", env, label)
-        x, y = plot.stack_runs([pd.DataFrame({"x": x, "y": y}) for x, y in curves], "x", "y")
-        if len(x):
-            empty = False
-            color = COLORS[framework if label == "plain" else label]
-            half = 2 * (~np.isnan(y)).sum(axis=0) >= len(y)  # of the seeds have come so far
-            for seed in y[~np.isnan(y[:, ~half]).all(axis=1)]:  # those that went further
-                ax.plot(x, seed, color=color, lw=0.7)
-            x, y = x[half], y[:, half]
-            draw_band(ax, x, np.nanmean(y, axis=0), np.nanstd(y, axis=0), color, {"lw": 1.4})
-    if empty:
-        ax.text(0.04, 0.96, "no run yet", transform=ax.transAxes, va="top", color=INK)
-
-
-def figure(results, algos, settings=("plain",), height=1.35):
-    """An SVG as text: a row for each environment, a column for each algorithm.
-
-    settings: labels of the runs to draw, "plain" first; the others in PyTorch alone.
-    """
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-    from matplotlib.lines import Line2D
-    from matplotlib.ticker import MaxNLocator
-
+def panels(draw, shape, height, xlabel, share=True):
+    """An SVG as text: `draw(axes)` fills its panels; the legend is that of the first."""
     style = {**plot.STYLE, "svg.hashsalt": "report", "svg.fonttype": "path", "font.size": 8}
     style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color"), INK)
-    style |= {"xtick.color": INK, "ytick.color": INK, "axes.titlesize": 9, "path.simplify": False}
-    style |= {"grid.alpha": 0.25, "savefig.transparent": True}
-    ends = results.runs.groupby(results.runs.script.str.split("_").str[0]).steps.max()
+    style |= {"xtick.color": INK, "ytick.color": INK, "path.simplify": False, "grid.alpha": 0.25}
+    style |= {"savefig.transparent": True, "axes.titleweight": "bold", "axes.labelweight": "bold"}
     with matplotlib.rc_context(style):
-        size = (10, 0.75 + height * len(ENVS))
-        fig, axes = plt.subplots(len(ENVS), len(algos), figsize=size, sharex="col")
-        margin = {"bottom": 0.42 / size[1], "top": 1 - 0.55 / size[1], "hspace": 0.2}
-        fig.subplots_adjust(left=0.065, right=0.985, wspace=0.3, **margin)
-        for ax, (env, algo) in zip(axes.flat, [(e, a) for e in ENVS for a in algos], strict=True):
-            end = ends.get(algo, MARKS[-1])
-            draw_panel(ax, results, algo, env, end, settings)
-            ax.set_xlim(0, end)
-            for axis, ticks in ((ax.xaxis, 2), (ax.yaxis, 3)):
-                axis.set_major_locator(MaxNLocator(ticks, steps=[1, 2, 5, 10]))
-                axis.set_major_formatter(plot.step_label)
-            if env == ENVS[0]:
-                ax.set_title(algo.upper(), fontweight="bold")
-        for ax, env in zip(axes[:, 0], ENVS, strict=True):
-            ax.set_ylabel(env, fontweight="bold")
-        fig.align_ylabels(axes[:, 0])
-        lines = {"ours, PyTorch": ("torch", "-"), "ours, TensorFlow 1": ("tf1", "-")}
-        lines |= {f"ours, {other}": (other, "-") for other in settings[1:]}
-        lines |= {"Spinning Up (2020), PyTorch": ("published", (0, (4, 1.5)))}
-        lines |= {"Spinning Up (2020), TensorFlow 1": ("published", (0, (1, 1)))}
-        handles = [Line2D([], [], color=COLORS[c], ls=ls, lw=1.4) for c, ls in lines.values()]
-        more = {"ncols": len(lines), "fontsize": 8, "columnspacing": 1.2}
-        fig.legend(handles, lines, loc="upper center", **more)
-        fig.text(0.5, 0.04 / size[1], "environment steps", ha="center")
-        text = io.StringIO()
-        fig.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-        plt.close(fig)
+        fig = Figure(figsize=(10, 0.75 + height * shape[0]), layout="constrained")
+        axes = fig.subplots(*shape, squeeze=False, sharex=share, sharey=share is True)
+        draw(axes)
+        legend = axes[0, 0].get_legend_handles_labels()
+        fig.legend(*legend, loc="outside upper center", ncols=6, columnspacing=1.2)
+        fig.supxlabel(xlabel, fontsize=8)
+        fig.savefig(text := io.StringIO(), format="svg", metadata={"Date": None, "Creator": None})
     # Hundredths of a point are enough in a path, and make the file half as large.
-    number = r"(?<=[MLQC ])-?\d+\.\d{3,}(?=[ \"]|$)"
-    short = re.sub(number, lambda m: f"{float(m[0]):.2f}", text.getvalue(), flags=re.M)
-    return re.sub(r" +$", "", short, flags=re.M)
+    return re.sub(r"(?<=[MLQC ])(-?\d+\.\d\d)\d+", r"\1", text.getvalue())
+
+
+def learning_curves(results, algos, kinds, height):
+    """A figure with a row for each environment, a column for each algorithm."""
+
+    def draw(axes):
+        for ax, (env, algo) in zip(axes.flat, [(e, a) for e in ENVS for a in algos], strict=True):
+            end = results.runs.steps[results.runs.script.str.startswith(algo)].max()
+            x = np.linspace(0, end, 61)
+            for framework, dashes in DASHES.items():
+                published, *curve = plot.reference_curve(algo, framework, env)
+                if published == framework:
+                    mean, std = (np.interp(x, curve[0], y, left=np.nan) for y in curve[1:])
+                    label = f"Spinning Up (2020), {FRAMEWORKS[framework]}"
+                    draw_band(ax, x, mean, std, "published", label, lw=1, ls=dashes)
+            for kind in kinds:
+                curves = results.seeds(f"{algo}_{KINDS[kind][0]}", env, KINDS[kind][1])
+                y = np.array([np.interp(x, *curve, left=np.nan, right=np.nan) for curve in curves])
+                if len(y):
+                    half = 2 * (~np.isnan(y)).sum(axis=0) >= len(y)  # of the seeds are so far
+                    ax.plot(x, y[~np.isnan(y[:, ~half]).all(axis=1)].T, color=COLORS[kind], lw=0.7)
+                    mean, std = np.nanmean(y[:, half], axis=0), np.nanstd(y[:, half], axis=0)
+                    draw_band(ax, x[half], mean, std, kind, f"ours, {kind}", lw=1.4)
+            for name, axis, ticks in (("x", ax.xaxis, 2), ("y", ax.yaxis, 3)):
+                ax.locator_params(name, nbins=ticks, steps=[1, 2, 5, 10])
+                axis.set_major_formatter(plot.step_label)
+            ax.set(xlim=(0, end), ylabel=env if algo == algos[0] else "")
+            ax.set_title(algo.upper() if env == ENVS[0] else "")
+
+    return panels(draw, (len(ENVS), len(algos)), height, "environment steps", share="col")
+
+
+def forest(results):
+    """A figure of our differences from the published means, a panel for each algorithm."""
+
+    def draw(axes):
+        for ax, algo in zip(axes.flat, ALGOS, strict=True):
+            ax.axvline(0, color=INK, lw=0.8)
+            for cell in differences(results, [algo]).itertuples():
+                i = cell.script.endswith("tf1")
+                kind, y = list(KINDS)[i], ENVS.index(cell.task) + (-0.15, 0.15)[i]
+                style = {"color": COLORS[kind], "fmt": "o", "ms": 4}
+                style["label"] = f"ours, {kind}" if cell.task == ENVS[0] else ""
+                style["mfc"] = COLORS[kind] if cell.n > 1 else "none"  # of a single seed
+                ax.errorbar(cell.difference / cell.std, y, xerr=cell.half / cell.std, **style)
+            ax.set(xlim=(-12, 12), ylim=(len(ENVS) - 0.5, -0.5), title=algo.upper())
+            ax.set_yticks(range(len(ENVS)), ENVS)
+
+    return panels(draw, (2, 3), 1.7, "our difference, in published standard deviations")
+
+
+def profiles(results):
+    """A figure of the share of runs above a score, a panel for each on-policy algorithm."""
+    tau = np.linspace(0, 1.5, 151)
+
+    def share_above(tasks):
+        return (np.concatenate(tasks, axis=-1)[..., None] > tau).mean(axis=-2)
+
+    def draw(axes):
+        for ax, algo in zip(axes.flat, FAMILIES["on-policy"], strict=True):
+            ax.set(xlim=(0, 1.5), ylim=(0, 1.03))
+            if found := results.scores(list(KINDS.values()), [(algo, env) for env in ENVS]):
+                ax.set_title(f"{algo.upper()}: {found[1]}")
+                for kind, runs in zip(KINDS, found[0], strict=True):
+                    share, *band = bootstrap(share_above, runs)
+                    ax.step(tau, share, color=COLORS[kind], lw=1.4, label=f"ours, {kind}")
+                    ax.fill_between(tau, *band, step="pre", color=COLORS[kind], alpha=0.15, lw=0)
+        axes[0, 0].set_ylabel("share of runs above")
+
+    return panels(draw, (1, 3), 1.9, "return at 1M steps as a share of the best published")
 
 
 # ------------------------------------------------------------------------------------------- pages
@@ -366,45 +566,30 @@ def figure(results, algos, settings=("plain",), height=1.35):
 
 def fill(text, tables):
     """A page with its tables put in."""
-
-    def replace(match):
-        return f"<!-- results: {match[1]} -->\n\n{tables[match[1]]}\n\n<!-- results: end -->"
-
-    pattern = r"<!-- results: (?!end )(\S+) -->.*?<!-- results: end -->"
-    return re.sub(pattern, replace, text, flags=re.S)
-
-
-def link_functions(text):
-    """A page whose links to functions, [`name`](algos/script.py#L1), lead to their lines."""
-
-    def replace(match):
-        before, *_ = re.split(rf"(?:def|class) {match[1]}\b", (ROOT / match[2]).read_text())
-        return f"[`{match[1]}`]({match[2]}#L{before.count(chr(10)) + 1})"
-
-    return re.sub(r"\[`(\w+)`\]\((algos/\w+\.py)#L\d+\)", replace, text)
+    pattern = r"(<!-- results: (?!end )(\S+) -->).*?(<!-- results: end -->)"
+    return re.sub(pattern, lambda m: f"{m[1]}\n\n{tables[m[2]]}\n\n{m[3]}", text, flags=re.S)
 
 
 def make(root=ROOT):
     """All figures and pages: {path: text}."""
     folder = root / "benchmark" / "results"
-    results = Results(folder)
+    results, files = Results(), {}
     tables = {"summary": summary(results), "cost": cost(results)}
+    tables |= {"verdict": verdict(results, ALGOS), "comparisons": comparisons(results)}
     for family, algos in FAMILIES.items():
-        tables |= {family: returns(results, algos)} | {a: returns(results, [a]) for a in algos}
-    files = {folder / "all.svg": figure(results, [a for f in FAMILIES.values() for a in f])}
-    settings = ["plain", *(x for x in ("normalised", "strong") if x in set(results.runs.settings))]
-    files[folder / "on_policy.svg"] = figure(results, FAMILIES["on-policy"], settings, 1.7)
-    files[folder / "off_policy.svg"] = figure(results, FAMILIES["off-policy"], height=1.7)
-    for path in [root / "README.md", *sorted(folder.glob("*.md"))]:
-        up = "../" * len(path.relative_to(root).parents[:-1])  # links are relative to the page
-        text = link_functions(fill(path.read_text(), tables))
-        files[path] = text.replace("](algos/", f"]({up}algos/")
-    return files
+        tables |= {family: returns(results, algos), f"verdict-{family}": verdict(results, algos)}
+        svg = learning_curves(results, algos, list(KINDS)[: 4 if "vpg" in algos else 2], 1.7)
+        files[folder / f"{family.replace('-', '_')}.svg"] = svg
+    files[folder / "all.svg"] = learning_curves(results, ALGOS, list(KINDS)[:2], 1.35)
+    files |= {folder / "forest.svg": forest(results), folder / "profiles.svg": profiles(results)}
+    return files | {path: fill(path.read_text(), tables) for path in sorted(folder.glob("*.md"))}
 
 
 def main(argv=None):
     try:
         args = parse_args(Args, argv)
+        if args.verify is not None:
+            sys.exit(not verify(args.verify, args.setting, args.epochs, Results()))
         if args.collect:
             print(f"collected {collect(args.collect)} runs")
         for path, text in make().items():

@@ -2,15 +2,18 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import contents
+from conftest import ROOT, contents
 
-from benchmark import report
+from benchmark import plot, report
 
 PLAIN = {"hidden_sizes": [64, 32], "activation": "tanh", "steps_per_epoch": 4000, "gamma": 0.99}
+VERSIONS = {"cpu": "B", "numpy": "2", "python": "3"}
 COMMIT = "12e4567890abcdef"  # looks like a number once it is cut
 
 
@@ -36,19 +39,21 @@ def test_collect_takes_runs_in_and_replaces_them(tmp_path):
     data, results = tmp_path / "data", tmp_path / "results"
     results.mkdir()
     write_run(data, 0, [1.5, np.nan, 3])
-    write_run(data, 1, [4, 5], env="Ant-v4", versions={"cpu": "B"}, norm_obs=True, norm_rew=True)
+    write_run(data, 1, [4, 5], env="Ant-v4", versions=VERSIONS, norm_obs=True, norm_rew=True)
     off_policy = {"hidden_sizes": [256, 256], "activation": "relu", "gamma": 0.9, "ranks": 2}
     write_run(data, 2, [7], "sac_tf1.py", **off_policy)
     assert report.collect([str(data)], results) == 3
     runs, curves = read(results)
-    columns = ["run", "settings", "cpu", "seed", "ranks", "steps", "seconds"]
+    columns = ["run", "settings", "cpu", "seed", "ranks", "steps", "arguments"]
     assert runs.commit.tolist() == ["12e4567890"] * 3
     assert runs[columns].to_numpy().tolist() == [
-        ["ppo_torch_Ant-v4_normalised_s1", "normalised", "B", 1, 1, 8000, 4],
-        ["ppo_torch_Hopper-v4_s0", "plain", "unknown", 0, 1, 12000, 6],
-        [runs.run[2], "gamma 0.9, ranks 2", "unknown", 2, 2, 4000, 2],
+        [runs.run[0], "normalised", "B", 1, 1, 8000, "--hidden-sizes 64 32 --norm-obs --norm-rew"],
+        ["ppo_torch_Hopper-v4_s0", "plain", "unknown", 0, 1, 12000, "--hidden-sizes 64 32"],
+        [runs.run[2], "--gamma 0.9 --num-cpu 2", "unknown", 2, 2, 4000, "--gamma 0.9"],
     ]
-    assert runs.run[2] == "sac_tf1_Hopper-v4_gamma-0-9-ranks-2_s2"
+    names = ["ppo_torch_Ant-v4_normalised_s1", "sac_tf1_Hopper-v4_gamma-0-9-num-cpu-2_s2"]
+    assert runs.run[[0, 2]].tolist() == names
+    assert runs.versions[0] == "numpy 2" and runs.seconds.tolist() == [4, 6, 2]
     hopper = curves[curves.run == "ppo_torch_Hopper-v4_s0"]
     assert hopper[["steps", "return"]].to_numpy().tolist() == [[4000, 1.5], [12000, 3]]
     assert curves[curves.run.str.startswith("sac")].test_return.tolist() == [1007]
@@ -68,9 +73,9 @@ def test_collect_takes_runs_in_and_replaces_them(tmp_path):
 
 def test_settings_in_words():
     config = {**PLAIN, "script": "ppo_torch.py", "exp_name": "benchmark_on_policy_x", "ranks": 1}
-    assert report.settings_of(config) == "plain"
-    assert report.settings_of({**config, "norm_obs": True}) == "norm_obs"
-    assert report.settings_of({**config, "hidden_sizes": [8, 9]}) == "hidden_sizes [8 9]"
+    assert report.settings_of({**config, "epochs": 7, "compile": True}) == "plain"
+    assert report.settings_of({**config, "norm_obs": True}) == "--norm-obs"
+    assert report.settings_of({**config, "hidden_sizes": [8, 9]}) == "--hidden-sizes 8 9"
     assert report.settings_of({**config, "exp_name": "strong_ppo_x", "lam": 0.95}) == "strong"
 
 
@@ -83,43 +88,97 @@ def test_long_runs_are_thinned_to_means(tmp_path):
     assert curve["steps"].tolist() == list(range(12_000, 3_000_001, 12_000))
 
 
-def test_returns_at_a_step_are_smoothed_by_seed_with_an_interval(tmp_path):
-    """Against np.convolve and the interval worked by hand, for seeds of different length."""
+def test_cells_are_smoothed_by_seed_and_compared_with_the_reference(tmp_path, monkeypatch):
+    """Against np.convolve, scipy and published_at_1m_steps.csv, for seeds of different length."""
+    from scipy import stats
+
     rng, ends = np.random.default_rng(0), []
     for seed, epochs in enumerate((260, 255, 251, 80)):
         y = rng.normal(size=epochs).cumsum()
         write_run(tmp_path / "data", seed, y, env="HalfCheetah-v4")
         if epochs > 250:
             ends.append(y[244:255].mean() if epochs > 254 else y[244:251].mean())
-    report.collect([str(tmp_path / "data")], tmp_path)
-    results = report.Results(tmp_path)
-    curves = results.seeds("ppo_torch", "HalfCheetah")
-    assert len(curves) == 4 and results.marks(curves) == [1_000_000]
-    mean, half, n = results.at(curves, 1_000_000)
-    np.testing.assert_allclose(mean, np.mean(ends), rtol=1e-5)
-    np.testing.assert_allclose(half, 4.303 * np.std(ends, ddof=1) / np.sqrt(3), rtol=1e-4)
-    assert n == 3 and results.marks(curves[3:]) == [300_000] and results.marks([]) == []
-    cells = [report.our_cell(results, "ppo", f, "HalfCheetah") for f in ("torch", "tf1")]
-    assert cells == [f"{mean:.0f} ± {half:.0f} (3) ▼", ""]  # 1733 ± 521 is published
-
-
-def test_published_numbers_are_those_of_the_reference(tmp_path, monkeypatch):
     for seed, epochs in enumerate((75, 75, 250)):
-        write_run(tmp_path / "data", seed, [0.0] * epochs, env="HalfCheetah-v4")
+        write_run(tmp_path / "data", seed, [40.0] * epochs, env="Swimmer-v4")
+    for seed in range(4):  # three of them are those that the settings were chosen on
+        for env in ("Hopper-v4", "Ant-v4")[: 1 + (seed < 3)]:
+            more = {"exp_name": "strong_x", "script": "vpg_torch.py"}
+            write_run(tmp_path / "data", seed, [1000.0 * seed] * 250, env=env, **more)
     report.collect([str(tmp_path / "data")], tmp_path)
     results = report.Results(tmp_path)
-    band = results.reference("ppo", "torch", "HalfCheetah", 1_000_000)
-    np.testing.assert_allclose(band, [1733.2, 520.6], atol=10)  # published_at_1m_steps.csv
-    assert results.reference("trpo", "torch", "Hopper", 1) is None and not results.best("ppo", "No")
-    cells = "0 ± 0 (3) ▼ at 300k; 0 (1) ▼"
+    cheetah, *swimmer = results.cells[results.cells.settings == "plain"].itertuples()
+    published = np.mean(ends) - cheetah.difference
+    np.testing.assert_allclose([published, cheetah.std], [1733.2, 520.6], atol=10)
+    low, high = stats.t.interval(0.95, 2, np.mean(ends), stats.sem(ends))
+    assert cheetah.ours == f"{np.mean(ends):.0f} ± {(high - low) / 2:.0f} (3) ↓"
+    assert cheetah.more.startswith("1730 ± 370, -17") and cheetah.more.endswith(" ↓")
+    assert [cell.ours for cell in swimmer] == ["40 ± 0 (3) ↓ at 300k", "40 (1)"]
+    tables = [report.returns(results, [algo]) for algo in ("ppo", "vpg")]
+    cells = f"{cheetah.ours} | – | – | {swimmer[0].ours}; 40 (1) | – |"
+    assert f"**PPO, PyTorch** | {cells}" in tables[0]
+    assert "| 5700, tianshou-pytorch, HalfCheetah-v3 |" in tables[0] and "Flow 1**" not in tables[0]
+    assert "strong** | – | 3000 (1) | – | – | 1000 ± 2500 (3 tuned) |" in tables[1]
+    text = report.verdict(results, ["ppo"])
+    assert "below 0 in 2 of 2 cells (ppo_torch on HalfCheetah, ppo_torch on Swimmer)" in text
+    assert "above 0 in 0 of 2 cells. These cells have 3 seeds." in text
     lines = "sb3 ppo_torch,9,8\npair ppo_tf1 ppo_torch,6,7\npair ppo_tf1 ppo_torch --x,4,5"
     (tmp_path / "speed.csv").write_text(f"speed.py,first,second\n{lines}")
     monkeypatch.setattr(report, "RESULTS", tmp_path)
-    assert f"| 7 | {cells} |" in report.summary(results)
-    table = report.returns(results, ["ppo"])
-    assert "| 5708, tianshou-pytorch, HalfCheetah-v3 |" in table
-    assert f"**PPO, PyTorch** | {cells} | – | – | – | – |" in table and "Flow 1**" not in table
-    assert re.search(r"PPO, PyTorch \| 5\d\d ± \d+ \(10\) at 300k; 1733 ± 372 \(10\) \|", table)
+    assert f"| 7 | {cells}" in report.summary(results)
+
+
+def test_numbers_have_no_more_digits_than_their_intervals():
+    numbers = [(1234.5, 567, ""), (-0.4, 3.21, ""), (8580, np.nan, "+"), (99.6, 9.96, "")]
+    texts = ["1230 ± 570", "0 ± 3", "+8600", "100 ± 10"]
+    assert [report.estimate(*number) for number in numbers] == texts
+
+
+def test_intervals_are_those_of_scipy():
+    from scipy import stats
+
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(0, 2, 3), rng.normal(1, 5, 10)
+    wanted = stats.ttest_ind(x, y, equal_var=False).confidence_interval(0.95)
+    difference, half = report.welch(*((v.mean(), v.std(ddof=1), len(v)) for v in (x, y)))
+    np.testing.assert_allclose([difference - half, difference + half], wanted, rtol=1e-4)
+    assert np.isnan(report.welch((1, np.nan, 1), (2, 3, 10))[1])
+
+    def iqm(*tasks, axis=-1):
+        return stats.trim_mean(np.concatenate(tasks, axis=axis), 0.25, axis=axis)
+
+    np.testing.assert_allclose(report.iqm([x, y]), iqm(x, y))
+    wanted = stats.mannwhitneyu(x, y).statistic / 30
+    np.testing.assert_allclose(report.improvement([x], [y]), wanted)
+    options = {"method": "percentile", "n_resamples": 20_000, "rng": rng}
+    wanted = stats.bootstrap((x, y), iqm, **options).confidence_interval
+    np.testing.assert_allclose(report.bootstrap(report.iqm, [x, y])[1:], wanted, atol=0.25)
+
+
+def test_a_run_is_made_again():
+    """Equal to the digit, or it is said what is different here."""
+    command = [sys.executable, "benchmark/report.py", "--verify", "ppo_torch", "HalfCheetah-v4"]
+    command += ["0", "--epochs", "2"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 of 2 epochs equal to the digit" in run.stdout or "; here: " in run.stdout
+
+
+def test_a_run_that_differs_is_told(tmp_path, capsys):
+    for seed in range(2):
+        write_run(tmp_path, seed, [10 / 3, 2, 7, 5 - 2 * seed], versions=VERSIONS)
+    report.collect([str(tmp_path)], tmp_path)
+    results = report.Results(tmp_path)
+    again = plot.get_datasets(str(tmp_path))[0][:3]
+    assert report.compare(results.runs.iloc[0], again, results)
+    assert capsys.readouterr().out.startswith("3 of 3 epochs equal to the digit\ncommit")
+    again.loc[1, "AverageEpRet"] = 22
+    assert not report.compare(results.runs.iloc[0], again, results)
+    text = "2 of 3 epochs equal to the digit; the numbers part at 8000 steps\n"
+    text += "mean return 11, outside the range of the 2 seeds, 4 to 4\ncommit"
+    assert capsys.readouterr().out.startswith(text)
+    again.attrs["config"]["versions"]["cpu"] = "C"
+    assert report.compare(results.runs.iloc[0], again, results)
+    assert "cpu in runs.csv: B; here: C" in capsys.readouterr().out
 
 
 def test_tables_go_between_their_marks():
@@ -134,7 +193,7 @@ def test_what_is_committed_is_what_the_command_makes():
     """Pages to the letter; figures to hundredths of a point, since sums round by CPU."""
     files = report.make()
     names = {path.name for path in files}
-    assert names >= {"README.md", "on_policy.md", "off_policy.md", "all.svg"}
+    assert names >= {"README.md", "on_policy.md", "off_policy.md", "all.svg", "forest.svg"}
     number = r"-?\d+(?:\.\d+)?"
     for path, text in files.items():
         committed = path.read_text()
