@@ -1,0 +1,44 @@
+"""Mistakes that raise no error and only spoil the numbers: each makes a test of this suite fail."""
+
+import ast
+import shutil
+import subprocess
+import sys
+import tomllib
+
+import pytest
+from conftest import ROOT
+
+BUGS = tomllib.loads((ROOT / "tests" / "bugs.toml").read_text())["bug"]
+
+
+def test_bugs_fit_the_code():
+    """Each old text occurs once, its replacement compiles, and the named test exists."""
+    assert len({bug["name"] for bug in BUGS}) == len(BUGS)
+    for bug in BUGS:
+        for path in bug["files"]:
+            text = (ROOT / path).read_text()
+            assert text.count(bug["old"]) == 1, (bug["name"], path)
+            compile(text.replace(bug["old"], bug["new"]), path, "exec")
+        path, _, name = bug["test"].partition("::")
+        tree = ast.parse((ROOT / path).read_text())
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert name.partition("[")[0] in functions, bug["name"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["name"])
+def test_a_planted_bug_is_caught(bug, tmp_path):
+    """In a copy of the project. Exit code 1: a test failed; 4: there is no such test."""
+    copy, left_out = tmp_path / "copy", shutil.ignore_patterns("results", "__pycache__")
+    for folder in ("algos", "benchmark", "common", "tests"):
+        shutil.copytree(ROOT / folder, copy / folder, ignore=left_out)
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    for path in map(copy.joinpath, bug["files"]):
+        path.write_text(path.read_text().replace(bug["old"], bug["new"]))
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+    command += [f"--basetemp={tmp_path / 'tmp'}", bug["test"]]
+    result = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    if "needs TensorFlow" in result.stdout:
+        pytest.skip("needs TensorFlow")
+    assert result.returncode == 1, f"{bug['seen']}\n{result.stdout}\n{result.stderr}"
