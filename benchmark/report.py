@@ -474,7 +474,7 @@ def draw_band(ax, x, mean, std, color, label, **style):
 
 
 def panels(draw, shape, height, xlabel, share=True):
-    """An SVG as text: `draw(axes)` fills its panels; the legend is that of the first."""
+    """An SVG as text: `draw(axes)` fills its panels; the legend is the longest of them."""
     style = {**plot.STYLE, "svg.hashsalt": "report", "svg.fonttype": "path", "font.size": 8}
     style |= dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "grid.color"), INK)
     style |= {"xtick.color": INK, "ytick.color": INK, "path.simplify": False, "grid.alpha": 0.25}
@@ -483,7 +483,7 @@ def panels(draw, shape, height, xlabel, share=True):
         fig = Figure(figsize=(10, 0.75 + height * shape[0]), layout="constrained")
         axes = fig.subplots(*shape, squeeze=False, sharex=share, sharey=share is True)
         draw(axes)
-        legend = axes[0, 0].get_legend_handles_labels()
+        legend = max((ax.get_legend_handles_labels() for ax in axes.flat), key=lambda x: len(x[0]))
         fig.legend(*legend, loc="outside upper center", ncols=6, columnspacing=1.2)
         fig.supxlabel(xlabel, fontsize=8)
         fig.savefig(text := io.StringIO(), format="svg", metadata={"Date": None, "Creator": None})
@@ -550,9 +550,12 @@ def profiles(results):
     def draw(axes):
         for ax, algo in zip(axes.flat, FAMILIES["on-policy"], strict=True):
             ax.set(xlim=(0, 1.5), ylim=(0, 1.03))
-            if found := results.scores(list(KINDS.values()), [(algo, env) for env in ENVS]):
-                ax.set_title(f"{algo.upper()}: {found[1]}")
-                for kind, runs in zip(KINDS, found[0], strict=True):
+            there = {key[::2] for key in results.groups}  # script and settings
+            kinds = [k for k, (f, settings) in KINDS.items() if (f"{algo}_{f}", settings) in there]
+            if found := results.scores([KINDS[k] for k in kinds], [(algo, env) for env in ENVS]):
+                tasks = "all five tasks" if found[1] == ", ".join(ENVS) else found[1]
+                ax.set_title(f"{algo.upper()}: {tasks}")
+                for kind, runs in zip(kinds, found[0], strict=True):
                     share, *band = bootstrap(share_above, runs)
                     ax.step(tau, share, color=COLORS[kind], lw=1.4, label=f"ours, {kind}")
                     ax.fill_between(tau, *band, step="pre", color=COLORS[kind], alpha=0.15, lw=0)

@@ -206,7 +206,7 @@ LIMITS = {
     "common/ lines": 1165,
     "common/ tokens": 11740,
     "common/ files": 8,
-    "benchmark/ lines": 1865,
+    "benchmark/ lines": 1866,
     "tests/ lines": 4790,
     "names from common/": 10,
     "tf1 longer than torch": 12,
