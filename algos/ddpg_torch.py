@@ -63,7 +63,7 @@ class Args:
     batch_size: PosInt = 100  # transitions per gradient step, all ranks together
     start_steps: NonNegInt = 10_000  # first steps, all ranks together: actions uniformly random
     update_after: PosInt = 1000  # steps before the first update, all ranks together
-    update_every: PosInt = 50  # steps of each rank per block of update_every * ranks gradient steps
+    update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
     num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
     polyak: Unit = 0.995  # share of the target networks that a gradient step keeps
     # DDPG

@@ -215,8 +215,8 @@ class GAEBuffer:
         """Empty the buffer.
 
         Returns:
-            obs [N, obs_dim], act [N] or [N, act_dim], rew [N]; and of the P paths, `finish_path`'s
-            words: index of the last step [P], o2 [P, obs_dim], terminated [P].
+            obs [N, obs_dim], act [N] or [N, act_dim], rew [N]; and of the P paths the index of the
+            last step [P], and what `finish_path` was given: o2 [P, obs_dim], terminated [P].
         """
         last, o2, terminated = map(np.array, zip(*self.ends, strict=True))
         self.ptr, self.ends = 0, []

@@ -3,8 +3,8 @@
     python algos/vpg_torch.py --env-id CartPole-v1
     mpirun -np 4 python algos/vpg_torch.py --env-id Hopper-v4
 
-From one batch of experience, take one step up the gradient of the expected return, which makes
-actions likelier that turned out better than expected:
+From one batch of experience, take one step up the gradient of the expected return. It makes actions
+that turned out better than expected more likely:
 
     grad J(pi) = E[ grad log pi(a|s) A ]
 
@@ -193,8 +193,8 @@ class GAEBuffer:
         """Empty the buffer.
 
         Returns:
-            obs [N, obs_dim], act [N] or [N, act_dim], rew [N]; and of the P paths, `finish_path`'s
-            words: index of the last step [P], o2 [P, obs_dim], terminated [P].
+            obs [N, obs_dim], act [N] or [N, act_dim], rew [N]; and of the P paths the index of the
+            last step [P], and what `finish_path` was given: o2 [P, obs_dim], terminated [P].
         """
         last, o2, terminated = map(np.array, zip(*self.ends, strict=True))
         self.ptr, self.ends = 0, []
