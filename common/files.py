@@ -384,7 +384,8 @@ class Checkpoints:
                 f.flush()
                 os.fsync(f.fileno())
             self.replay[:] = size + len(rows), zlib.crc32(rows, checksum), buffer.count
-        about = {"about/ranks": mpi.num_procs(), "about/replay": self.replay}
+        about = {"epoch": epoch, "ranks": mpi.num_procs(), "replay": self.replay}
+        about = {f"about/{key}": value for key, value in about.items()}
         write_npz(self._path(epoch), {**arrays, **about})
         mpi.barrier()  # older ones are needed until all ranks have theirs
         saved = sorted(self.directory.glob(self._path(epoch).name.replace(f"{epoch:06d}", "*")))
@@ -422,6 +423,8 @@ class Checkpoints:
     def _read(self, epoch):
         """This rank's state in a checkpoint, whose part of the replay file is intact."""
         arrays = read_npz(self._path(epoch))
+        if (found := int(arrays["about/epoch"])) != epoch:  # a file under another's name
+            raise ValueError(f"it is of epoch {found}")
         if (ranks := int(arrays["about/ranks"])) != mpi.num_procs():
             raise ValueError(f"it is of {ranks} ranks, and this run has {mpi.num_procs()}")
         size, checksum, _ = self.replay = arrays["about/replay"]

@@ -349,6 +349,16 @@ def damaged(rng, data, others=()):
     return bytes(data)
 
 
+def test_a_checkpoint_under_the_name_of_another_is_damaged(tmp_path, capsys):
+    checkpoints = Checkpoints(tmp_path)
+    for epoch in (1, 2):
+        checkpoints.save(epoch, {"w": np.array(epoch)})
+    first, second = sorted(tmp_path.glob("epoch_*"))
+    second.write_bytes(first.read_bytes())
+    epoch, arrays = Checkpoints(tmp_path).read()
+    assert (epoch, arrays["w"]) == (1, 1) and "it is of epoch 1" in capsys.readouterr().err
+
+
 @examples(60)
 @given(RANDOM)
 def test_a_damaged_run_is_resumed_or_left_alone(run_on_disk, capsys, rng):

@@ -203,11 +203,11 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|if a
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 1165,
-    "common/ tokens": 11740,
+    "common/ lines": 1168,
+    "common/ tokens": 11774,
     "common/ files": 8,
     "benchmark/ lines": 1866,
-    "tests/ lines": 4790,
+    "tests/ lines": 4791,
     "names from common/": 10,
     "tf1 longer than torch": 12,
 }
