@@ -166,10 +166,14 @@ def tokens(path):
         n for n in ast.walk(ast.parse(text)) if isinstance(n, defs) and ast.get_docstring(n)
     ]
     docs = {(n.body[0].lineno, n.body[0].col_offset) for n in with_docs}
-    found = tokenize.generate_tokens(io.StringIO(text).readline)
-    return sum(t.type not in NO_TOKENS and t.start not in docs for t in found)
+    counted = inside = 0  # an f-string is one token; Python 3.12 and later take it apart
+    for t in tokenize.generate_tokens(io.StringIO(text).readline):
+        counted += not inside and t.type not in NO_TOKENS and t.start not in docs
+        inside += (t.type == FSTRING_START) - (t.type == FSTRING_END)
+    return counted
 
 
+FSTRING_START, FSTRING_END = (getattr(tokenize, f"FSTRING_{end}", -1) for end in ("START", "END"))
 NO_TOKENS = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 NO_TOKENS |= {tokenize.ENDMARKER}
 
@@ -207,7 +211,7 @@ LIMITS = {
     "common/ tokens": 11774,
     "common/ files": 8,
     "benchmark/ lines": 1866,
-    "tests/ lines": 4791,
+    "tests/ lines": 4794,
     "names from common/": 10,
     "tf1 longer than torch": 12,
 }
