@@ -425,9 +425,10 @@ def span(numbers):
 
 def comparisons(results):
     """The other framework, and other settings, against PyTorch with the plain ones."""
-    rows = []
-    for kind in list(KINDS)[1:]:
+    rows, there = [], {key[::2] for key in results.groups}  # scripts and settings
+    for kind, (framework, settings) in list(KINDS.items())[1:]:
         for algos in [*([algo] for algo in ALGOS), FAMILIES["on-policy"]]:
+            algos = [algo for algo in algos if (f"{algo}_{framework}", settings) in there]
             pairs = [(algo, env) for algo in algos for env in ENVS]
             if found := results.scores((KINDS[kind], KINDS["PyTorch"]), pairs):
                 (x, y), tasks, mark = found

@@ -210,7 +210,7 @@ LIMITS = {
     "common/ lines": 1168,
     "common/ tokens": 11774,
     "common/ files": 8,
-    "benchmark/ lines": 1866,
+    "benchmark/ lines": 1867,
     "tests/ lines": 4794,
     "names from common/": 10,
     "tf1 longer than torch": 12,
