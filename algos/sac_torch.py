@@ -314,9 +314,7 @@ def train(args):
 
     def export_policy():
         """The policy as `get_action` takes it and policy.npz holds it: a dict of NumPy arrays."""
-        layers = ((layer.weight.T, layer.bias) for layer in ac.pi.net[::2])
-        weights = [(mpi_pytorch.to_array(W), mpi_pytorch.to_array(b)) for W, b in layers]
-        arrays = {"weights": weights, "activation": args.activation}
+        arrays = {"weights": mpi_pytorch.layers(ac.pi.net), "activation": args.activation}
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
         return arrays | {"distribution": "squashed_gaussian"}
 

@@ -506,8 +506,7 @@ def train(args):
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
         for key in ("LossPi", "LossV", "DeltaLossPi", "DeltaLossV", "Entropy", "KL"):
             logger.log_tabular(key, average_only=True)
-        for key in ("BacktrackIters",):
-            logger.log_tabular(key, average_only=True)
+        logger.log_tabular("BacktrackIters", average_only=True)
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()
 

@@ -439,14 +439,12 @@ def train(args):
 
     def export_policy():
         """The policy as `get_action` takes it and policy.npz holds it: a dict of NumPy arrays."""
-        layers = ((layer.weight.T, layer.bias) for layer in ac.pi.net[::2])
-        weights = [(mpi_pytorch.to_array(W), mpi_pytorch.to_array(b)) for W, b in layers]
+        weights = mpi_pytorch.layers(ac.pi.net)
         arrays = {"weights": weights, "activation": args.activation, **env.policy_arrays()}
         if isinstance(action_space, Discrete):
             return arrays | {"distribution": "categorical"}
         arrays |= {"act_low": action_space.low, "act_high": action_space.high}
-        log_std = mpi_pytorch.to_array(ac.pi.log_std)
-        return arrays | {"distribution": "gaussian", "log_std": log_std}
+        return arrays | {"distribution": "gaussian", "log_std": mpi_pytorch.to_array(ac.pi.log_std)}
 
     # Resume: an epoch starts from a reset and draws random numbers of its own, so this is all there
     # is to restore.
@@ -490,8 +488,7 @@ def train(args):
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
         for key in ("LossPi", "LossV", "DeltaLossPi", "DeltaLossV", "Entropy", "KL"):
             logger.log_tabular(key, average_only=True)
-        for key in ("BacktrackIters",):
-            logger.log_tabular(key, average_only=True)
+        logger.log_tabular("BacktrackIters", average_only=True)
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()
 

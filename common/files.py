@@ -284,7 +284,7 @@ def check_resume(directory, config, fixed):
     Raises:
         UsageError: the run cannot be continued with this config, or its files are damaged.
     """
-    saved = [int(path.name[6:12]) for path in directory.glob("checkpoint/epoch_*")]
+    saved = saved_epochs(directory / "checkpoint")
     old, status, warnings = config, {"status": "running", "epoch": 0}, []
     try:
         if (directory / "config.json").exists() or saved:  # else it was stopped before it wrote one
@@ -341,6 +341,12 @@ def read_progress(path, epoch):
         return lines, int(row.get("TotalEnvInteracts", epoch))
     except (OSError, ValueError, OverflowError) as e:
         raise UsageError(f"{path} is damaged: {printable(e)}") from e
+
+
+def saved_epochs(directory):
+    """Numbers of epochs after which any rank has left a checkpoint, a set."""
+    names = (path.name for path in directory.glob("epoch_*_rank_*.npz"))
+    return {int(name[6:12]) for name in names if name[6:12].isdigit()}
 
 
 class Checkpoints:
@@ -403,8 +409,8 @@ class Checkpoints:
         Raises:
             UsageError: checkpoints exist and all are damaged, or are of another number of ranks.
         """
-        epochs = {int(path.name[6:12]) for path in self.directory.glob("epoch_*")}
-        for epoch in sorted(mpi.broadcast(epochs), reverse=True):
+        epochs = mpi.on_rank_0(saved_epochs, self.directory)
+        for epoch in sorted(epochs, reverse=True):
             error = None
             try:
                 arrays = self._read(epoch)

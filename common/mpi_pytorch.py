@@ -118,6 +118,13 @@ def _(x):
     return torch.empty_like(x)
 
 
+def avg_tensors(xs):
+    """Average a list of tensors over all ranks, with one message."""
+    flat = avg_tensor(torch.cat([x.flatten() for x in xs]))
+    parts = flat.split([x.numel() for x in xs])
+    return [part.view_as(x) for part, x in zip(parts, xs, strict=True)]
+
+
 def avg_grads(module):
     """Average the `.grad` of a module's parameters over all ranks, in place, with one message.
 
@@ -125,9 +132,8 @@ def avg_grads(module):
     """
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     if mpi.num_procs() > 1:
-        flat = avg_tensor(torch.cat([g.flatten() for g in grads]))
-        for g, mean in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-            g.copy_(mean.view_as(g))
+        for g, mean in zip(grads, avg_tensors(grads), strict=True):
+            g.copy_(mean)
 
 
 @torch.no_grad()
@@ -162,11 +168,7 @@ class Adam:
     def compute_gradients(self, loss):
         """The gradients of `loss`, averaged over all ranks with one message: one per parameter."""
         grads = torch.autograd.grad(loss, self.params)
-        if self.ranks > 1:
-            flat = avg_tensor(torch.cat([g.flatten() for g in grads]))
-            parts = flat.split([g.numel() for g in grads])
-            grads = [part.view_as(g) for part, g in zip(parts, grads, strict=True)]
-        return grads
+        return avg_tensors(grads) if self.ranks > 1 else grads
 
     @torch.no_grad()
     def apply_gradients(self, grads):
@@ -225,6 +227,12 @@ class State:
 def to_array(tensor):
     """A tensor's values, copied to a NumPy array."""
     return tensor.detach().cpu().numpy().copy()
+
+
+def layers(net):
+    """Weights and biases of an nn.Sequential of linear layers: [(W [in, out], b [out]), ...]."""
+    linear = [layer for layer in net if hasattr(layer, "weight")]
+    return [(to_array(layer.weight.T), to_array(layer.bias)) for layer in linear]
 
 
 def save_model(module, output_dir):

@@ -23,8 +23,6 @@ from common import UsageError, files, mpi
 from common.args import check_args, parse_args
 from common.logger import EpochLogger
 
-OBSERVATIONS = (spaces.Box, spaces.Discrete, spaces.MultiDiscrete, spaces.MultiBinary)
-
 _logger = None  # of the run, which `abandon` is about
 stop_signal = None  # the signal that asked this process to stop
 
@@ -178,10 +176,8 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
         why = f"{type(e).__name__}: {files.printable(e)}"
         raise UsageError(f"cannot make {env_id}: {why}") from e
     obs_space, space, wrong = env.observation_space, env.action_space, None
-    odd = [part for part in _parts(obs_space) if not isinstance(part, OBSERVATIONS)]
-    if odd:
-        names = ", ".join(kind.__name__ for kind in (*OBSERVATIONS, spaces.Tuple, spaces.Dict))
-        wrong = f"{type(odd[0]).__name__} observations; supported: {names}"
+    if not obs_space.is_np_flattenable:
+        wrong = f"{type(obs_space).__name__} observations, which no vector can hold"
     elif len(obs_space.shape or ()) > 1 and obs_space.dtype == np.uint8:
         wrong = "images as observations: these networks take vectors"
     elif not spaces.flatdim(obs_space):
@@ -200,14 +196,6 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
     return CheckedEnv(env)
 
 
-def _parts(space):
-    """The spaces that a Dict or Tuple space consists of, however deeply; any other space itself."""
-    if not isinstance(space, spaces.Dict | spaces.Tuple):
-        return [space]
-    parts = space.values() if isinstance(space, spaces.Dict) else space
-    return [inner for part in parts for inner in _parts(part)]
-
-
 class CheckedEnv(gym.Wrapper):
     """Refuses NaN and infinity, and results of another form, type or shape than promised.
 
@@ -220,29 +208,17 @@ class CheckedEnv(gym.Wrapper):
         self.shape = env.observation_space.shape
 
     def reset(self, **kwargs):
-        try:
-            o, info = self.env.reset(**kwargs)
-            if not isinstance(info, dict):  # the second of an old-style observation's two numbers
-                raise ValueError(f"cannot unpack {files.printable(repr(info), 80)} as info")
-        except (TypeError, ValueError) as e:
-            self.explain(e, "reset", "observation, info")
-            raise
+        o, info = self.env.reset(**kwargs)
         return self.checked(o), info
 
     def step(self, action):
         check_numbers("action", action)
-        try:
-            o, r, terminated, truncated, info = self.env.step(action)
-        except (TypeError, ValueError) as e:
-            self.explain(e, "step", "observation, reward, terminated, truncated, info")
-            raise
-        if isinstance(r, np.ndarray | list | tuple):
-            if np.size(r) != 1:
-                raise ValueError(f"{self.spec.id} gave a reward of shape {np.shape(r)}")
-            r = np.asarray(r).item()
+        o, r, terminated, truncated, info = self.env.step(action)
         o = self.checked(o)
         check_numbers("reward", r)
-        return o, float(r), terminated, truncated, info
+        if not isinstance(r, float):  # an integer, or an array of one number
+            r = np.asarray(r, dtype=float).item()
+        return o, r, terminated, truncated, info
 
     def checked(self, o):
         o = np.array(o)
@@ -251,12 +227,6 @@ class CheckedEnv(gym.Wrapper):
             raise ValueError(f"{self.spec.id} {wrong} as its observation_space says")
         check_numbers("observation", o)
         return o
-
-    def explain(self, error, method, wanted):
-        """Raise ValueError if `error` is that a method's results could not be told apart."""
-        if "unpack" in str(error):  # here, or in one of gymnasium's wrappers
-            text = f"{self.spec.id}: {method} must return ({wanted}): {error}"
-            raise ValueError(text) from error
 
 
 def check_numbers(name, x):

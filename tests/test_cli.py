@@ -130,7 +130,7 @@ class AnySpace(gym.Env):
 
 ODD = {
     "Any": AnySpace,
-    "TextObs": lambda: AnySpace(spaces.Dict({"a": BOX, "b": spaces.Tuple([spaces.Text(5)])})),
+    "Rows": lambda: AnySpace(spaces.Dict({"a": BOX, "b": spaces.Sequence(BOX)})),
     "Empty": lambda: AnySpace(spaces.Box(-1, 1, (0,))),
     "Images": lambda: AnySpace(spaces.Box(0, 255, (8, 8, 3), np.uint8)),
     "Ints": lambda: AnySpace(BOX, spaces.Box(0, 5, (2,), np.int32)),
@@ -150,7 +150,7 @@ BAD_INPUT = [
     (["--fo", "3"], "Unrecognized options: --fo, 3"),
     (["--env-id", "Nope-v0"], "cannot make Nope-v0: NameNotFound: Environment `Nope`"),
     (["--env-id", "no_such_module:Env-v0"], "cannot make no_such_module:Env-v0"),
-    (["--env-id", "TextObs-v0"], "MultiDiscrete, MultiBinary, Tuple, Dict"),
+    (["--env-id", "Rows-v0"], "has Dict observations, which no vector can hold"),
     (["--env-id", "Empty-v0"], "Empty-v0 has empty observations"),
     (["--env-id", "Images-v0"], "has images as observations: these networks take vec"),
     (["--env-id", "Ints-v0"], "has integer actions in a Box; supported: real numbers"),

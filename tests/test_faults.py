@@ -302,13 +302,12 @@ WRONG = {
     "too short": OBS.format("(2,)"),
     "a column": OBS.format("(3, 1)"),
     "a number": OBS.format("()"),
-    "two rewards": "Odd-v0 gave a reward of shape (2,)",
+    "two rewards": "can only convert an array of size 1",
     "no reward": "reward must be numeric, not None",
     "a word": "reward must be numeric, not 'high'",
     "words": "observation must be numeric, not array(['a', 'a', 'a'], dtype='<U1')",
-    "old reset": "Odd-v0: reset must return (observation, info): too many values to unpack",
-    "old step": "Odd-v0: step must return (observation, reward, terminated, truncated, info): not "
-    "enough values to unpack (expected 5, got 4)",
+    "old reset": "too many values to unpack (expected 2",
+    "old step": "not enough values to unpack (expected 5, got 4)",
 }
 
 

@@ -180,9 +180,12 @@ def loaded(directory, size=10):
 
 def test_two_are_kept_and_the_newest_comes_back(tmp_path):
     assert Checkpoints(tmp_path / "none").read() == (0, None)
-    saver = Checkpoints(tmp_path)
+    saver, stray = Checkpoints(tmp_path), tmp_path / "epoch_of_mine.npz"
     for epoch in (1, 2, 3):
         saver.save(epoch, state(epoch))
+    stray.touch()
+    assert Checkpoints(tmp_path).read()[0] == 3
+    stray.unlink()
     names = ["epoch_000002_rank_0.npz", "epoch_000003_rank_0.npz"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
     epoch, arrays = Checkpoints(tmp_path).read()

@@ -207,27 +207,27 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|if a
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 1168,
-    "common/ tokens": 11774,
+    "common/ lines": 1149,
+    "common/ tokens": 11579,
     "common/ files": 8,
     "benchmark/ lines": 1867,
-    "tests/ lines": 4794,
+    "tests/ lines": 4796,
     "names from common/": 10,
-    "tf1 longer than torch": 12,
+    "tf1 longer than torch": 14,
 }
 # Of each script: lines, and the algorithm's share in percent.
 SCRIPT_LIMITS = {
-    "vpg_torch": (215, 64),
+    "vpg_torch": (213, 64),
     "vpg_tf1": (224, 67),
-    "trpo_torch": (286, 69),
-    "trpo_tf1": (294, 72),
-    "ppo_torch": (242, 64),
+    "trpo_torch": (283, 70),
+    "trpo_tf1": (293, 72),
+    "ppo_torch": (240, 65),
     "ppo_tf1": (254, 68),
-    "ddpg_torch": (210, 58),
+    "ddpg_torch": (208, 59),
     "ddpg_tf1": (220, 61),
-    "td3_torch": (233, 60),
+    "td3_torch": (231, 61),
     "td3_tf1": (240, 62),
-    "sac_torch": (243, 64),
+    "sac_torch": (241, 64),
     "sac_tf1": (252, 65),
 }
 # Lines of code that a reader of one script finds changed in another: those taken out or those put
@@ -235,7 +235,7 @@ SCRIPT_LIMITS = {
 DIFF_LIMITS = {
     ("vpg_torch", "ppo_torch"): 38,
     ("vpg_tf1", "ppo_tf1"): 42,
-    ("vpg_torch", "trpo_torch"): 90,
+    ("vpg_torch", "trpo_torch"): 89,
     ("vpg_tf1", "trpo_tf1"): 87,
     ("ddpg_torch", "td3_torch"): 46,
     ("ddpg_tf1", "td3_tf1"): 40,
