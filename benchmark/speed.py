@@ -19,14 +19,11 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Literal
 
-import gymnasium as gym
 import pandas as pd
 from tyro.conf import Positional
 
@@ -73,6 +70,7 @@ ROWS = [
     *(f"pair {algo}_tf1 {algo}_torch {SHORT}" for algo in ("ddpg", "td3", "sac")),
     *("ranks ppo_torch", f"ranks sac_torch {SHORT}"),
 ]
+# Columns of the page. An earlier version of this program measured the last two.
 HEADER = ["speed.py", "first", "second", "ratio", "range", "ms/step", "env", "products"]
 DIGITS = {"first": 0, "second": 0, "ratio": 2, "ms/step": 3, "env": 3, "products": 3}
 
@@ -91,11 +89,7 @@ class Args:
 
 
 def rate(script, args, ranks=1):
-    """A script's environment steps per second, without the first epoch, which may compile.
-
-    Returns:
-        (rate, table): the run's progress.txt too.
-    """
+    """A script's environment steps per second, without the first epoch, which may compile."""
     with tempfile.TemporaryDirectory() as data_dir:
         command = [find_mpirun(), "-np", str(ranks)] if ranks > 1 else []
         command += [sys.executable, str(ROOT / "algos" / f"{script}.py"), "--env-id", args.env_id]
@@ -106,7 +100,7 @@ def rate(script, args, ranks=1):
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         table = pd.read_csv(Path(data_dir, "speed", "speed_s0", "progress.txt"), sep="\t")
     steps, seconds = (table[key].iloc[-1] - table[key][0] for key in ("TotalEnvInteracts", "Time"))
-    return steps / seconds, table
+    return steps / seconds
 
 
 def off_policy(script):
@@ -130,81 +124,22 @@ def peer_rate(module, script, args):
     return float(re.search(r"^rate (.+)$", result.stdout, re.MULTILINE)[1])
 
 
-def products(script, o, a, B, policy_steps):
-    """Shapes (m, k, n) of the matrix products of an update: [(how often, [shape, ...]), ...].
-
-    Of one gradient step off-policy, half a one of TD3's policy; of an epoch's on-policy. TRPO's
-    Hessian products are counted as gradients, which is less than they take.
-    """
-
-    def net(layers, forward=True, weights=False, inputs=()):
-        shapes = [(B, i, o) for i, o in layers] if forward else []
-        shapes += [(i, B, o) for i, o in layers] if weights else []
-        return shapes + [(B, o, i) for i, o in inputs]
-
-    algo = script.split("_")[0]
-    if not off_policy(script):
-        pi, v = ([(o, 64), (64, 64), (64, n)] for n in (a, 1))
-        steps = {"vpg": 1, "trpo": 11}.get(algo, policy_steps), 80
-        pi_step, v_step = (net(x, weights=True, inputs=x[1:]) for x in (pi, v))
-        return [(steps[0], pi_step), (steps[1], v_step)]
-    pi = [(o, 256), (256, 256), (256, 2 * a if algo == "sac" else a)]
-    q = [(o + a, 256), (256, 256), (256, 1)] * (1 if algo == "ddpg" else 2)
-    first_q = q if algo == "sac" else q[:3]  # whose value the policy climbs
-    inner = [layer for layer in q if layer[0] == 256]
-    q_step = net(pi) + net(q) + net(q, weights=True, inputs=inner)
-    pi_step = net(pi, weights=True, inputs=pi[1:]) + net(first_q, inputs=first_q)
-    return [(1, q_step), (0.5 if algo == "td3" else 1, pi_step)]
-
-
-def floor(script, args, table):
-    """Milliseconds that `env.step` and the products of its share of the update take alone."""
-    import torch
-
-    from common.mpi_pytorch import setup
-
-    setup()
-    with warnings.catch_warnings(action="ignore"):  # that there is a newer version
-        env = gym.wrappers.Autoreset(gym.make(args.env_id))
-    dims = [gym.spaces.flatdim(space) for space in (env.observation_space, env.action_space)]
-    batch, steps = (args.batch_size, 1) if off_policy(script) else (4000, 4000)
-    policy_steps = table.StopIter.mean() if "StopIter" in table else 0  # PPO's
-    total = 0.0
-    for how_often, shapes in products(script, *dims, batch, policy_steps):
-        pairs, times = [(torch.randn(m, k), torch.randn(k, n)) for m, k, n in shapes], []
-        for _ in range(50):
-            start = time.perf_counter()
-            for x, y in pairs:
-                x @ y
-            times.append(time.perf_counter() - start)
-        total += 1000 * how_often * median(times) / steps
-    env.reset(seed=0)
-    start = time.perf_counter()
-    for _ in range(2000):
-        env.step(env.action_space.sample())
-    return {"env": (time.perf_counter() - start) / 2, "products": total}
-
-
 def measure(args):
     """Measure what one command line asks for, pair by pair: {column of HEADER: value}."""
     if len(args.scripts) != (2 if args.what == "pair" else 1):
-        raise UsageError(
-            f"{args.what} takes {'two scripts' if args.what == 'pair' else 'a script'}"
-        )
-    (script, *other), rates = args.scripts, []
+        raise UsageError("pair takes two scripts, and ranks, sb3 and sbx take one")
+    script, other = args.scripts[0], args.scripts[-1]  # the same, but for a pair
+    rates = []
     for i in range(args.pairs):
-        first, table = rate(script, args, ranks=2 if args.what == "ranks" else 1)
-        if args.what in PEERS:
-            second = peer_rate(PEERS[args.what], script, args)
-        else:
-            second, _ = rate(*other or [script], args)
+        first = rate(script, args, ranks=2 if args.what == "ranks" else 1)
+        peer = PEERS.get(args.what)
+        second = peer_rate(peer, script, args) if peer else rate(other, args)
         rates.append((first, second))
         print(f"  pair {i + 1}: {first:8.0f} {second:8.0f}", flush=True)
     ratios = [a / b for a, b in rates]
     first, second = (median(column) for column in zip(*rates, strict=True))
     row = {"first": first, "second": second, "ratio": median(ratios)}
-    row |= {"range": f"{min(ratios):.2f} to {max(ratios):.2f}", "ms/step": 1000 / first}
-    return row if args.what == "ranks" else row | floor(script, args, table)
+    return row | {"range": f"{min(ratios):.2f} to {max(ratios):.2f}", "ms/step": 1000 / first}
 
 
 def shown(row):

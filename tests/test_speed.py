@@ -4,8 +4,7 @@ import sys
 
 import pandas as pd
 import pytest
-from conftest import ROOT, load_script, run
-from torch.utils.flop_counter import FlopCounterMode
+from conftest import ROOT, run
 
 from benchmark import speed
 
@@ -28,7 +27,7 @@ def test_table_is_well_formed(tmp_path):
     (tmp_path / "stable_baselines3.py").write_text(PEER)
     page, numbers = tmp_path / "speed.md", tmp_path / "speed.csv"
     other = {"speed.py": "sb3 ppo_torch", "cpu": "8 cores of Other", "first": 3.0, "second": 2.0}
-    again = {**other, "ratio": 1.5, "range": "1.50 to 1.50", "ms/step": 333.3, "products": 1.0}
+    again = {**other, "ratio": 1.5, "range": "1.50 to 1.50", "ms/step": 333.3, "products": 1.25}
     pd.DataFrame([again]).to_csv(numbers, index=False)
     env = {"PYTHONPATH": str(tmp_path)}
     flags = " ".join(map(str, TINY))
@@ -40,11 +39,11 @@ def test_table_is_well_formed(tmp_path):
     assert sorted(mine.index) == [pair, sb3] and len(table) == 3
     row = mine.loc[sb3]
     assert row.ratio == pytest.approx(row["first"] / row.second, rel=1e-3)
-    assert row["ms/step"] == pytest.approx(1000 / row["first"], rel=1e-3) and row.products > 0
+    assert row["ms/step"] == pytest.approx(1000 / row["first"], rel=1e-3)
     lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in lines}) == 1 and len(lines) == 3 + 4
-    assert page.read_text().count("\n## ") == 2 and "| 1.50 to 1.50 |" in page.read_text()
-    assert not result.stderr and row["env"] > 0
+    assert "| 1.50 | 1.50 to 1.50 | 333.300 |  | 1.250 |" in page.read_text()
+    assert page.read_text().count("\n## ") == 2 and not result.stderr
 
 
 def test_what_is_committed_is_what_the_command_makes():
@@ -58,28 +57,3 @@ def test_a_peer_that_cannot_be_imported_is_one_line(tmp_path):
     assert result.returncode == 2 and "Traceback" not in result.stderr
     line = f"speed.py: error: sbx does not run in {sys.executable}: ValueError: wants tf_keras"
     assert result.stderr.strip().splitlines()[-1] == line
-
-
-class Stop(Exception):
-    pass
-
-
-@pytest.mark.parametrize("script", ["ddpg_torch", "sac_torch"])
-def test_floor_has_all_products(script, tmp_path, monkeypatch):
-    """As many operations as torch counts in the script's own update."""
-    module = load_script(script)
-
-    def count(update, device):
-        def counted(*batch):
-            with FlopCounterMode(display=False) as counter:
-                update(*batch)
-            raise Stop(counter.get_total_flops())
-
-        return counted
-
-    monkeypatch.setattr(module.mpi_pytorch, "compile", count)
-    flags = {"env_id": "Pendulum-v1", "epochs": 1, "update_after": 100, "data_dir": str(tmp_path)}
-    with pytest.raises(Stop) as counted:
-        module.train(module.Args(**flags))
-    shapes = [shape for _, shapes in speed.products(script, 3, 1, 100, 0) for shape in shapes]
-    assert sum(2 * m * k * n for m, k, n in shapes) == counted.value.args[0]
