@@ -28,7 +28,7 @@ A sweep file:
     in_name = true
     scripts = ["sac_*"]                # only for these of the sweep's scripts
 
-    [slurm]                            # for --slurm, see benchmark/slurm.py
+    [slurm]                            # for --slurm: options of sbatch
     partition = "cpu"
     time = "4:00:00"
 
@@ -253,7 +253,6 @@ def plan(sweep):
     if not isinstance(grid.name, str) or not re.fullmatch(r"[^\W_][\w.()-]*", grid.name, re.ASCII):
         raise UsageError(f"name: a letter or digit, then letters, digits, -_.(), got {grid.name!r}")
     check_args(sweep.options)
-    slurm.check(sweep.slurm)
     scripts = sweep.script if isinstance(sweep.script, list) else [sweep.script]
     by_key = next((row for row in grid.rows if row[0] == sweep.script), None)
     thunks = [flags.find(script) for script in (by_key[1] if by_key else scripts)]

@@ -1,14 +1,13 @@
 """A sweep as a Slurm job array: one task per run, requeued until the run is finished.
 
-Slurm warns a task some time before its limit; the run then ends its epoch, saves, and the task
+Options of sbatch are in the sweep's table [slurm]; they come after those below, and win over them.
+Slurm warns a task two minutes before its limit; the run then ends its epoch, saves, and the task
 puts itself back into the queue, where it resumes. Tasks that Slurm preempts or whose node dies are
 put back by Slurm itself (--requeue), and resume too.
 """
 
-import os
 import shlex
 import subprocess
-import time
 from pathlib import Path
 
 from benchmark import launch
@@ -17,17 +16,18 @@ from common import UsageError
 JOB = """\
 #!/bin/bash
 #SBATCH --job-name={name}
-#SBATCH --array=1-{count}{limit}
+#SBATCH --array=1-{count}
 #SBATCH --ntasks={ranks}
 #SBATCH --requeue
 #SBATCH --open-mode=append
-#SBATCH --signal=B:USR1@{signal}
-#SBATCH --output=task_%a.out
+#SBATCH --signal=B:USR1@120
+#SBATCH --output={output}
 {options}
-cd {cwd} || exit 1
-{setup}
 export PYTHONUNBUFFERED=1
-bash -c "$(sed -n "$SLURM_ARRAY_TASK_ID"p {directory}/runs.sh)" &
+runs=(
+{runs}
+)
+bash -c "${{runs[SLURM_ARRAY_TASK_ID - 1]}}" &
 run=$!
 
 # The signal reaches this shell alone; mpirun tells the run's ranks.
@@ -40,45 +40,27 @@ while kill -0 "$run" 2>/dev/null; do wait "$run"; code=$?; done
 if [ "$requeue" ] && [ "$code" -ne 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"
 """
-# Keys of a sweep's [slurm] table; all others are options of sbatch, as `time` or `cpus_per_task`.
-# setup: shell lines to run before; max_running: tasks that run at a time; signal: seconds before
-# the time limit at which runs are told to stop.
-KEYS = ("setup", "max_running", "signal")
 
 
-def check(table):
-    """Raise UsageError if a value of the [slurm] table is of the wrong type."""
-    for key, value in table.items():
-        if not isinstance(value, list if key == "setup" else int | str):
-            raise UsageError(f"slurm.{key}: expected {'a list' if key == 'setup' else 'one value'}")
-
-
-def job_files(runs, name, table, directory):
-    """The files of a job array: {name: text}.
-
-    `directory`: where the files will lie. Line i of runs.sh is the command of task i.
-    """
-    given = {key.replace("_", "-"): value for key, value in table.items() if key not in KEYS}
-    job = JOB.format(
-        name=name,
-        count=len(runs),
-        limit=f"%{table['max_running']}" if "max_running" in table else "",
-        ranks=runs[0].fixed["ranks"],
-        signal=table.get("signal", 120),
-        options="\n".join(f"#SBATCH --{key}={value}" for key, value in given.items()),
-        cwd=shlex.quote(os.getcwd()),
-        setup="\n".join(map(str, table.get("setup", []))),
-        directory=shlex.quote(str(directory)),
-    )
+def job_script(runs, name, table, folder):
+    """The job array as text: task i is the i-th run; its own output goes to a file in `folder`."""
     commands = [
-        f"exec {shlex.join(run.command)} >>{shlex.quote(str(run.log))} 2>&1 </dev/null\n"
+        f"exec {shlex.join(run.command)} >>{shlex.quote(str(run.log))} 2>&1 </dev/null"
         for run in runs
     ]
-    return {"job.sh": job, "runs.sh": "".join(commands)}
+    options = [f"#SBATCH --{key.replace('_', '-')}={value}" for key, value in table.items()]
+    return JOB.format(
+        name=name,
+        count=len(runs),
+        ranks=runs[0].fixed["ranks"],
+        output=shlex.quote(str(folder / "%A_%a.out")),
+        options="\n".join(options),
+        runs="\n".join(map(shlex.quote, commands)),
+    )
 
 
 def submit(runs, name, table, options):
-    """Write and submit the runs that are not finished. Returns what was done, as text.
+    """Submit the runs that are not finished. Returns what was done, as text; the job if dry_run.
 
     Raises:
         UsageError: there is no sbatch, it refuses, or the sweep is in the queue already.
@@ -90,27 +72,22 @@ def submit(runs, name, table, options):
     todo = [run for run in runs if launch.settle(run, options.retry_failed)]
     if not todo:
         return f"{name}: nothing to submit, no run is left to do"
-    directory = Path(
-        options.data_dir, f"slurm_{name}", time.strftime("%Y-%m-%d_%H-%M-%S")
-    ).absolute()
-    files = job_files(todo, name, table, directory)
+    folder = Path(options.data_dir, f"slurm_{name}").absolute()
+    script = job_script(todo, name, table, folder)
     if options.dry_run:
-        return "\n".join(f"# {directory / file}\n{text}" for file, text in files.items())
-    directory.mkdir(parents=True, exist_ok=True)
+        return script
+    folder.mkdir(parents=True, exist_ok=True)
     for run in todo:
         launch.prepare(run)
-    for file, text in files.items():
-        (directory / file).write_text(text, encoding="utf-8")
-    # --chdir: where the tasks' own output goes.
-    job = _slurm("sbatch", "--parsable", f"--chdir={directory}", str(directory / "job.sh"))
-    job = job.strip().split(";")[0]
-    text = f"{name}: submitted job {job}, {len(todo)} of {len(runs)} runs, with {directory}"
+    job = _slurm("sbatch", "--parsable", stdin=script).strip().split(";")[0]
+    text = f"{name}: submitted job {job}, {len(todo)} of {len(runs)} runs"
     return f"{text}\nscancel {job} stops it; the same sweep again goes on"
 
 
-def _slurm(*words):
+def _slurm(*words, stdin=""):
+    """What one of Slurm's programs prints."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(words, input=stdin, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as e:
         raise UsageError(f"--slurm needs Slurm's {words[0]}: {e}") from e
     if done.returncode:

@@ -167,7 +167,6 @@ BAD = {  # a word of the message: what is wrong, at the top of a sweep
     "workers": ["workers = 0", "workers = true"], "--num-cpu": ['num_cpu = "all"'],
     "script": ["script = []", "script = 3"], "algos/x.py": ['script = "algos/x.py"'],
     "no_such": ['script = "no_such:function"', 'script = "math:no_such"'],
-    "slurm.time": ["[slurm]\ntime = [1]"],
 }
 BAD_PARAMS = {  # the same, in [params]
     "params.gama: no such argument in fake_script": ["gama = 0.9"],
