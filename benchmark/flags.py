@@ -28,8 +28,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CALL = Path(__file__).with_name("call.py")
 # Flags that [params] cannot set: grid.py does, from the top of the sweep or by itself.
 RESERVED = ("exp_name", "data_dir", "num_cpu", "datestamp", "resume", "overwrite")
-# How a script makes its environment: which actions it takes is written there.
-MAKE_ENV = r"run\.make_env\(args\.env_id, args\.env_kwargs, \((.+?)\)(, bounded=True)?\)"
 
 
 def find(thunk):
@@ -56,26 +54,14 @@ def find(thunk):
 
 
 @functools.cache
-def check_env(env_id, env_kwargs="{}", actions=None, bounded=""):
-    """Make an environment and close it. UsageError if that fails; may import its package.
-
-    Args:
-        env_kwargs: JSON.
-        actions, bounded: the groups of MAKE_ENV, if a script makes it so.
-    """
+def check_env(env_id, env_kwargs="{}"):
+    """Make an environment, with arguments in JSON, and close it. UsageError if that fails."""
     import gymnasium
 
-    from common.run import make_env
-
-    sys.path.append("")  # the package may be in the current directory, as for the scripts
-    kwargs, names = json.loads(env_kwargs), re.findall(r"\w+", actions or "")
+    sys.path.append("")  # its package may be in the current directory, as for the scripts
     try:
         with warnings.catch_warnings(action="ignore"):
-            spaces = tuple(getattr(gymnasium.spaces, name) for name in names)
-            made = make_env(env_id, kwargs, spaces, bool(bounded)) if spaces else None
-            (made or gymnasium.make(env_id, **kwargs)).close()
-    except UsageError:
-        raise
+            gymnasium.make(env_id, **json.loads(env_kwargs)).close()
     except Exception as e:  # a package may raise anything
         raise UsageError(f"cannot make {env_id}: {printable(e, 1000)}") from e
 
@@ -85,7 +71,7 @@ def to_words(hints, params):
     words = []
     for name, value in params.items():
         option, many = flag(name), isinstance(value, list | tuple)
-        if hints[name] is bool and not isinstance(value, bool):
+        if hints.get(name) is bool and not isinstance(value, bool):
             raise UsageError(f"{option}: expected true or false, got {value!r}")
         if isinstance(value, bool):
             words.append(option if value else "--no-" + option[2:])
@@ -94,16 +80,11 @@ def to_words(hints, params):
             hint = f"a list; in a sweep file, a list of lists: [[{value!r}, ...]]"
             raise UsageError(f"{option}: expected {'one value' if many else hint}")
         if isinstance(value, dict):
-            try:
-                value = json.dumps(value, allow_nan=False, ensure_ascii=False)
-            except (ValueError, TypeError) as e:
-                raise UsageError(f"{option}: cannot be written as JSON: {e}") from e
+            value = json.dumps(value, allow_nan=False, default=str)
         # A function or class, such as nn.Tanh, is its name in lower case.
         values = [
             str(getattr(v, "__name__", "").lower() or v) for v in (value if many else [value])
         ]
-        if any("\0" in word for word in values):
-            raise UsageError(f"{option}: a string must not hold a NUL character")
         # After a =, since a word that begins with a dash would look like a flag.
         words += [f"{option}={values[0]}", *values[1:]] if values else [option]
     return words
@@ -122,16 +103,11 @@ class Script:
 
     def __init__(self, path):
         self.path, self.name, self.label = Path(path), Path(path).stem, Path(path).name
-        self.Args, self.hints, self.make_env = read_args(self.path)
-        for name in ("exp_name", "seed", "data_dir", "resume"):
-            if name not in self.hints:
-                raise UsageError(f"script: {path} has no flag {flag(name)}")
+        self.Args = read_args(self.path)
+        self.hints = typing.get_type_hints(self.Args)
 
     def takes(self, name):
         return name in self.hints
-
-    def takes_list(self, name):
-        return takes_list(self.hints, name)
 
     def parse(self, params):
         """All arguments of a run: {name: value}, as its config.json records them."""
@@ -139,10 +115,8 @@ class Script:
             if name in RESERVED:
                 raise UsageError(f"{name} is no argument of a run: the sweep itself sets it")
         args = parse_args(self.Args, to_words(self.hints, params))
-        if self.make_env:
-            check_env(args.env_id, json.dumps(args.env_kwargs), *self.make_env)
-        elif "env_id" in params:
-            check_env(args.env_id)
+        if "env_id" in params or "env_kwargs" in params:
+            check_env(args.env_id, json.dumps(getattr(args, "env_kwargs", {})))
         return json.loads(json.dumps(dataclasses.asdict(args)))
 
     def command(self, own, params, directory, stamp):
@@ -153,9 +127,9 @@ class Script:
 
 
 def read_args(path):
-    """A script's (`Args`, {field: type}, groups of MAKE_ENV or None). UsageError if it has none."""
+    """A script's `Args`. UsageError if it has none."""
     try:
-        tree = ast.parse(text := read_text(path))
+        tree = ast.parse(read_text(path))
         known = {"common.args", *sys.stdlib_module_names}
         body = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module in known]
         body += [n for n in tree.body if isinstance(n, ast.Import) and n.names[0].name in known]
@@ -165,8 +139,7 @@ def read_args(path):
         module.__file__ = str(path)
         sys.modules[module.__name__] = module
         exec(compile(ast.Module(body, []), str(path), "exec"), vars(module))
-        found = re.search(MAKE_ENV, text)
-        return module.Args, typing.get_type_hints(module.Args), found and found.groups()
+        return module.Args
     except Exception as e:  # it is code: anything may be wrong with it
         raise UsageError(f"cannot read the flags of {path}: {printable(e)}") from e
 
@@ -174,7 +147,7 @@ def read_args(path):
 class Function:
     """A function that every rank calls with keyword arguments."""
 
-    free = frozenset()
+    free, hints = frozenset(), {}
 
     def __init__(self, function):
         self.function = function
@@ -188,9 +161,6 @@ class Function:
         # A seed is in the directory's name, even if the function has no use for it.
         names = (name, "env_fn") if name == "env_name" else (name,)
         return name == "seed" or any(map(self.asks_for, names))
-
-    def takes_list(self, name):
-        return False
 
     def parse(self, params):
         """The arguments of a run and the function's defaults, as its config.json records them."""

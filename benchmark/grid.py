@@ -26,7 +26,6 @@ A sweep file:
     vals = [0.1, 0.2]
     shorthand = "a"
     in_name = true
-    scripts = ["sac_*"]                # only for these of the sweep's scripts
 
     [slurm]                            # for --slurm: options of sbatch
     partition = "cpu"
@@ -42,7 +41,6 @@ From Python, `ExperimentGrid` and `call_experiment` are Spinning Up's.
 """
 
 import ast
-import fnmatch
 import functools
 import itertools
 import json
@@ -71,7 +69,6 @@ from common.mpi import cores, find_mpirun
 # What Spinning Up calls some options and flags.
 OTHER_NAMES = {"cpu": "num_cpu", "dt": "datestamp", "exp_name": "name", "h": "help"}
 SHORT_FLAGS = {"env": "env_id", "hid": "hidden_sizes", "act": "activation"}
-LONG_FORM = ("vals", "shorthand", "in_name", "scripts")
 
 
 @dataclass
@@ -134,14 +131,14 @@ class ExperimentGrid:
         Raises:
             ValueError: no values, a key that is there already, or one that reaches into another.
         """
-        if not isinstance(key, str) or not all(key.split(":")):
-            raise ValueError(f"a key must be words joined by colons, got {key!r}")
+        if not all(key.split(":")):
+            raise ValueError(f"{key}: a key must be words joined by colons")
         for other, *_ in self.rows:
             if f"{key}:".startswith(f"{other}:") or f"{other}:".startswith(f"{key}:"):
                 raise ValueError(f"{key} and {other} set the same argument")
         vals = list(vals) if isinstance(vals, list) else [vals]
         if not vals:
-            raise ValueError("an empty list")
+            raise ValueError(f"{key}: an empty list")
         shorthand = default_shorthand(key) if shorthand is None else shorthand
         self.rows.append((key, vals, shorthand, in_name))
 
@@ -174,14 +171,11 @@ class ExperimentGrid:
                     name += f"_{valid_str(sh)}"
         return name.lstrip("_")
 
-    def print(self, counts=None):
-        """Print keys, values and the number of variants.
-
-        counts: of a sweep of several scripts, the numbers of its runs and of its experiments.
-        """
+    def print(self):
+        """Print keys, values and the number of variants."""
         numbers = {key: len(vals) for key, vals, *_ in self.rows}
         total = math.prod(numbers.values())
-        total, seedless = counts or (total, total // numbers.get("seed", 1))
+        seedless = total // numbers.get("seed", 1)
         lines = [f"ExperimentGrid [{self.name}]"]
         for key, vals, sh, _ in self.rows:
             values = ", ".join(getattr(v, "__name__", str(v)) for v in vals)
@@ -235,12 +229,7 @@ class Sweep:
     grid: ExperimentGrid
     script: object  # see `thunk` in ExperimentGrid.run
     options: Options = field(default_factory=Options)
-    slurm: dict = field(default_factory=dict)
-    only: dict = field(default_factory=dict)  # key -> patterns of the scripts that take it
-
-    def means(self, key, thunk):
-        """Whether a key is meant for a script or function, by its `scripts`."""
-        return any(fnmatch.fnmatchcase(thunk.name, p) for p in self.only.get(key, ["*"]))
+    slurm: dict = field(default_factory=dict)  # options of sbatch
 
 
 def plan(sweep):
@@ -250,22 +239,16 @@ def plan(sweep):
         UsageError: saying what is wrong.
     """
     grid = sweep.grid
-    if not isinstance(grid.name, str) or not re.fullmatch(r"[^\W_][\w.()-]*", grid.name, re.ASCII):
+    if not re.fullmatch(r"[^\W_][\w.()-]*", grid.name, re.ASCII):
         raise UsageError(f"name: a letter or digit, then letters, digits, -_.(), got {grid.name!r}")
     check_args(sweep.options)
     scripts = sweep.script if isinstance(sweep.script, list) else [sweep.script]
     by_key = next((row for row in grid.rows if row[0] == sweep.script), None)
     thunks = [flags.find(script) for script in (by_key[1] if by_key else scripts)]
-    if not thunks:
-        raise UsageError("script: an empty list")
-    for key, *_ in (row for row in grid.rows if row is not by_key):
-        name, meant = key.split(":")[0], [t for t in thunks if sweep.means(key, t)]
-        lack = [t.name for t in meant if not t.takes(name)]
-        names = ", ".join(lack)
-        if len(lack) == len(meant):
-            raise UsageError(f"params.{key}: no such argument in {names or 'any script it is for'}")
-        if lack:
-            launch.say(f"# {name} is left out where there is no such argument: {names}")
+    for key, *_ in grid.rows:
+        if key != sweep.script and not any(t.takes(key.split(":")[0]) for t in thunks):
+            names = ", ".join(t.name for t in thunks)
+            raise UsageError(f"params.{key}: no such argument in {names}")
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S") if sweep.options.datestamp else ""
     runs = []
     for thunk in thunks:
@@ -273,7 +256,7 @@ def plan(sweep):
         prefix = f"_{by_key[2] if by_key else ''}{valid_str(thunk.name)}" if thunks[1:] else ""
         own = ExperimentGrid(grid.name + prefix)
         for key, *row in grid.rows:
-            if key != sweep.script and sweep.means(key, thunk) and thunk.takes(key.split(":")[0]):
+            if key != sweep.script and thunk.takes(key.split(":")[0]):
                 own.add(key, *row)
         for variant in own.variants():
             try:
@@ -320,11 +303,7 @@ def run_sweep(sweep):
     if options.slurm and options.datestamp:
         raise UsageError("datestamp: a job that Slurm starts again could not find its run")
     if not options.dry_run:
-        try:
-            Path(options.data_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise UsageError(f"cannot write to {options.data_dir}: {e.strerror}") from e
-        sweep.grid.print((len(runs), len({run.directory.parent for run in runs})))
+        sweep.grid.print()
     if options.slurm:
         launch.say(slurm.submit(runs, name, sweep.slurm, options))
         return 0
@@ -357,36 +336,19 @@ def read_sweep(path, words=()):
         script = data.pop("script", None)
         if script is None or not all(isinstance(table, dict) for table in tables.values()):
             raise ValueError("it needs a script; params and slurm are tables")
-        check_keys(data, ("name", "num_cpu", "workers", "data_dir", "datestamp"))
         options = parse_args(Options, [*flags.to_words(HINTS, data), *words])
-        grid, only = ExperimentGrid(options.name or Path(path).stem), {}
+        grid = ExperimentGrid(options.name or Path(path).stem)
         for key, value in tables["params"].items():
-            try:
-                row = value if isinstance(value, dict) and "vals" in value else {"vals": value}
-                check_keys(row, LONG_FORM)
-                row["vals"] = [row["vals"]] if isinstance(row["vals"], dict) else row["vals"]
-                scripts = row.pop("scripts", ["*"])
-                if not isinstance(scripts, list):
-                    raise ValueError(f"scripts: expected a list, got {scripts!r}")
-                only[key] = [str(pattern) for pattern in scripts]
-                grid.add(key, **row)
-            except ValueError as e:
-                raise ValueError(f"params.{key}: {e}") from e
-        return Sweep(grid, script, options, tables["slurm"], only)
-    except (OSError, ValueError, RecursionError) as e:
+            long_form = isinstance(value, dict) and "vals" in value
+            grid.add(key, **(value if long_form else {"vals": value}))
+        return Sweep(grid, script, options, tables["slurm"])
+    except (OSError, ValueError, TypeError, RecursionError) as e:
         raise UsageError(getattr(e, "strerror", None) or str(e)) from e
 
 
-def check_keys(table, known):
-    """Raise ValueError if a table has a key that is not known."""
-    for key in table:
-        if key not in known:
-            raise ValueError(f"unknown key {key}; there are {', '.join(known)}")
-
-
 def split_words(argv):
-    """A command line as (grid.py's own words, {flag of a script: (values, shorthand or None)})."""
-    own, found = [], {}
+    """A command line as (grid.py's own words, [(flag of a script, values, shorthand or None)])."""
+    own, found = [], []
     words = own
     for word in argv:
         match = re.fullmatch(r"--?([A-Za-z][\w:-]*)(?:\[([\w()-]*)\])?(?:=(.*))?", word, re.S)
@@ -399,10 +361,8 @@ def split_words(argv):
             words = own
             words += [flag(key)] if match[3] is None else [flag(key), match[3]]
             continue
-        if key in found:
-            raise UsageError(f"{word} is given twice; a grid is --flag VALUE VALUE ...")
         words = [] if match[3] is None else [match[3]]
-        found[key] = words, match[2]
+        found.append((key, words, match[2]))
     return own, found
 
 
@@ -411,7 +371,7 @@ def sweep_from_words(options, found):
     thunks = [flags.find(script) for script in options.what]
     name = valid_str(thunks[0].name) if len(thunks) == 1 else "grid"
     grid = ExperimentGrid(options.name or name)
-    for key, (words, shorthand) in found.items():
+    for key, words, shorthand in found:
         name = key.split(":")[0]
         if key in SHORT_FLAGS and not any(t.takes(key) for t in thunks):
             key = name = SHORT_FLAGS[key]
@@ -421,13 +381,10 @@ def sweep_from_words(options, found):
         if name == "activation":  # torch.nn.Tanh, as in Spinning Up
             values = [str(value).rpartition(".")[2].lower() for value in values]
         nested = any(isinstance(value, list | tuple) for value in values)
-        if not nested and any(t.takes_list(name) for t in thunks):
+        if not nested and any(flags.takes_list(t.hints, name) for t in thunks):
             values = [values]  # --hidden-sizes 64 64
-        try:
-            # The name that the script gives holds the environment: another grid has another.
-            grid.add(key, values, shorthand, in_name=key == "env_id" and not options.name)
-        except ValueError as e:
-            raise UsageError(f"{flag(key)}: {e}") from e
+        # The name that the script gives holds the environment: another grid has another.
+        grid.add(key, values, shorthand, in_name=key == "env_id" and not options.name)
     return Sweep(grid, list(options.what), options)
 
 
@@ -456,7 +413,7 @@ def main(argv=None):
         else:
             sweep = sweep_from_words(options, found)
         sys.exit(run_sweep(sweep))
-    except UsageError as e:
+    except (OSError, ValueError) as e:
         print(f"grid.py: error: {printable(f'{source}{e}', 1000)}", file=sys.stderr)
         sys.exit(2)
 

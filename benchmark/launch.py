@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import datetime
 import fcntl
-import math
 import os
 import pickle
 import shlex
@@ -26,7 +25,6 @@ from rich.table import Table
 from common.files import printable, read_json, read_status, write_atomically, write_json
 
 RUN_FILES = ("config.json", "progress.txt", "status.json", "checkpoint", "call")
-IN_USE = "in use", "another process is at work on it"
 POLL = 0.05  # seconds between looks at the processes
 REFRESH = 0.5  # seconds between updates of the overview
 
@@ -65,7 +63,7 @@ def status(run):
     has other arguments.
     """
     if in_use(run):
-        return IN_USE
+        return "in use", "another process is at work on it"
     if not any((run.directory / name).exists() for name in RUN_FILES):
         return "new", ""
     try:
@@ -132,19 +130,14 @@ def prepare(run):
         write_atomically(run.record / "function.pkl", lambda f: f.write(data))
 
 
-def start(run, retry_failed=False, cores=None):
-    """Start a run in a session of its own, its output in its log.
-
-    The log is locked while the run writes to it, so that of two sweeps only one starts the run.
-
-    Returns:
-        the Popen; None if another process is at work on the run or has ended it, which
-        `run.outcome` says.
+def start(run, cores=None):
+    """Start a run in a session of its own, its output in its log. Returns the Popen.
 
     Raises:
         OSError: its directory or log cannot be written, or the program not started.
+        ValueError: a word of its command holds a NUL character.
     """
-    run.directory.mkdir(parents=True, exist_ok=True)
+    prepare(run)
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     parent = os.getpid()
 
@@ -157,14 +150,6 @@ def start(run, retry_failed=False, cores=None):
                 os._exit(1)
 
     with open(run.log, "a", encoding="utf-8") as log:
-        try:
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            run.outcome, run.detail = IN_USE
-            return None
-        if not settle(run, retry_failed):
-            return None
-        prepare(run)
         log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(run.command)}\n")
         log.flush()
         streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
@@ -185,14 +170,13 @@ def kill_tree(process):
 def run_all(runs, workers=1, retry_failed=False, name=""):
     """Run those of `runs` that are not finished, `workers` at a time, and set their outcomes.
 
-    A run that another process is at work on is waited for, and goes on here if it was interrupted.
     SIGINT and SIGTERM stop all of them at the end of their epochs, a second one at once; they can
     be resumed either way. Returns the first such signal, or None.
     """
-    todo = deque(r for r in runs if settle(r, retry_failed) or r.outcome == "in use")
+    todo = deque(run for run in runs if settle(run, retry_failed))
     free = core_shares(max(1, min(workers, len(todo))))
     active = {}  # run -> (its process, its cores)
-    waiting, stops, handled, shown = set(), [], 0, 0.0
+    stops, handled, shown = [], 0, 0.0
     signals = (signal.SIGINT, signal.SIGTERM)
     before = {s: signal.signal(s, lambda signum, frame: stops.append(signum)) for s in signals}
     console = Console(markup=False, highlight=False, emoji=False)
@@ -202,23 +186,16 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
     say(f"{name}: {len(todo)} of {len(runs)} runs to do")
     try:
         while active or (todo and not stops):
-            if todo and free and not stops:
+            while todo and free and not stops:
                 run = todo.popleft()
                 run.began = time.monotonic()
-                try:
-                    process = start(run, retry_failed, free[0])
-                except OSError as e:
-                    process, run.outcome, run.detail = None, "failed", str(e)
-                if process:
-                    active[run] = process, free.pop(0)
-                    say(f"started   {run.directory}")
-                elif run.outcome == "in use":
-                    todo.append(run)  # to be looked at again, until the other process has ended
-                    if run not in waiting:
-                        say(f"in use    {run.directory}: waiting for the other process")
-                    waiting.add(run)
-                else:
-                    say(ended_line(run, runs))
+                if settle(run, retry_failed):  # another sweep may have taken it
+                    try:
+                        process = start(run, free[0])
+                        active[run] = process, free.pop(0)
+                    except (OSError, ValueError) as e:
+                        run.outcome, run.detail = "failed", str(e)
+                say(f"started   {run.directory}" if run in active else ended_line(run, runs))
 
             # mpirun hands the first signal on to all ranks; the second kills them.
             if len(stops) > handled:
@@ -234,7 +211,6 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
                     free.append(cores)
                     run.outcome, run.detail = ended(run, process.returncode, bool(stops))
                     say(ended_line(run, runs))
-                    todo += [run] if run.outcome == "in use" else []
             if console.is_terminal and time.monotonic() - shown > REFRESH:
                 shown = time.monotonic()
                 live.update(overview(name, runs, active), refresh=True)
@@ -251,13 +227,11 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
 def ended(run, code, stopping):
     """(outcome, detail) of a run whose process has ended."""
     deadline = time.monotonic() + 5  # ranks of an mpirun that was just killed may be at work
-    while (found := status(run))[0] == "in use" and time.monotonic() < deadline:
-        if code == 2:  # the run has found another process at work
-            return found
+    while in_use(run) and time.monotonic() < deadline:
         time.sleep(POLL)
-    word, detail = found
-    if code == 0 and word == "finished":
-        return "finished", ""
+    word, detail = status(run)
+    if word in ("in use", "finished"):  # by another sweep, if this process was too late
+        return word, detail
     stopped = stopping or code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
     if (word == "interrupted" and stopped) or (word == "new" and stopping):
         return "interrupted", ""
@@ -290,8 +264,6 @@ def progress_words(run):
             rows = list(csv.DictReader(f, delimiter="\t"))
         value = float(rows[-1].get("AverageTestEpRet", rows[-1].get("AverageEpRet")))
         ret = f"return {value:.1f}"
-        if math.isnan(value):
-            ret = "no return: no episode ended in the last epoch"
     count = f"epoch {len(rows)}/{run.epochs or '?'}"
     return count, clock(time.monotonic() - run.began), ret
 
@@ -320,14 +292,11 @@ def summary(runs, name, seconds):
     parts = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
     lines = [f"{name}: {len(runs)} runs, {parts}, in {clock(seconds)}"]
     for run in runs:
-        if run.outcome in ("failed", "failed before", "in use", "another run"):
+        if not run.outcome.startswith(("finished", "interrupted", "not started")):
             lines += ["", f"{run.outcome}: {run.directory}{': ' * bool(run.detail)}{run.detail}"]
-        if run.outcome == "failed":
-            text = ""
-            with contextlib.suppress(OSError):
-                text = run.log.read_text(encoding="utf-8", errors="replace")
+        if run.outcome.startswith("failed") and run.log.exists():
+            text = run.log.read_text(encoding="utf-8", errors="replace")
             lines += [f"    {x.rstrip()}" for x in text.splitlines() if x.strip()][-6:]
-        if run.outcome.startswith("failed"):
             lines.append(f"    log: {run.log}")
     if not all(run.outcome.startswith("finished") for run in runs):
         lines += ["", "The same command goes on; with --retry-failed, also with what failed."]

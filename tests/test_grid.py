@@ -131,7 +131,6 @@ sys.path.insert(0, {str(ROOT)!r})
 from benchmark.flags import find
 given = {{"hidden_sizes": [8, 4], "gamma": 1, "seed": 3}}
 print(json.dumps([find(script).parse(given) for script in sys.argv[1:]]))
-assert all("Box" in find(script).make_env[0] for script in sys.argv[1:])
 assert not {{"torch", "tensorflow"}} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code, *SCRIPTS], capture_output=True, text=True)
@@ -164,30 +163,28 @@ def test_the_sweeps_fit_their_scripts(path):
 BAD = {  # a word of the message: what is wrong, at the top of a sweep
     "": ["= 3", "a = " + "[" * 5000], "colour": ["colour = 1"], "datestamp": ["datestamp = 1"],
     "name": ['name = "../up"', "name = [1]"], "params": ["params = 3"],
-    "workers": ["workers = 0", "workers = true"], "--num-cpu": ['num_cpu = "all"'],
-    "script": ["script = []", "script = 3"], "algos/x.py": ['script = "algos/x.py"'],
+    "--workers": ["workers = 0", "workers = true"], "--num-cpu": ['num_cpu = "all"'],
+    "script": ["script = 3"], "algos/x.py": ['script = "algos/x.py"'],
     "no_such": ['script = "no_such:function"', 'script = "math:no_such"'],
 }
 BAD_PARAMS = {  # the same, in [params]
     "params.gama: no such argument in fake_script": ["gama = 0.9"],
     "--gamma": ["gamma = nan", 'gamma = ["high"]', '"gamma:x" = 1', "gamma = true"],
     "--gamma must be between 0 and 1": ["gamma = 2"], "--compile": ["compile = 1"],
-    "--env-kwargs": ["env_kwargs = {a = nan}", "env_kwargs = {a = 07:32:00}"],
+    "JSON": ["env_kwargs = {a = nan}"], "keyword argument 'speed'": ['"env_kwargs:speed" = 3'],
     "--epochs": ["epochs = 2.5", "epochs = 0"], "[[64, ...]]": ["hidden_sizes = [64, 64]"],
-    "--env-id": ['env_id = "a\\u0000b"'], "no_package": ['env_id = "no_package:Env-v0"'],
+    "no_package": ['env_id = "no_package:Env-v0"'],
     "NoSuch-v4": ['env_id = ["Ant-v4", "NoSuch-v4"]'], "num_cpu": ["num_cpu = 2"],
-    "exp_name": ['exp_name = "x"'], "params.env_kwargs:": ['"env_kwargs:" = 1'],
+    "exp_name": ['exp_name = "x"'], "env_kwargs::": ['"env_kwargs:" = 1'],
     "directory": ["seed = [0, 0]", "alpha = [1e20, 1e-20]"],
-    "params.gamma": ["gamma = []", "gamma = {vals = [1], short = 1}",
-                     'gamma = {vals = [1], scripts = ["x_*"]}'],
+    "gamma: an empty list": ["gamma = []"], "'short'": ["gamma = {vals = [1], short = 1}"],
 }
 LINES = {  # the same, on a command line
     "missing.toml": ["missing.toml"], "missing.py": ["missing.py"], "sweep": ["--gamma 1", ""],
     "there may be options": ["bad.toml b.toml", "bad.toml --gamma 1"],
     "gama": [f"{FAKE} --gama 1"], "too long": [f"{FAKE} --gamma[{'x' * 300}] 0.9 1"],
-    "--gamma": [f"{FAKE} --gamma", f"{FAKE} --gamma 0.9 --gamma 0.8"],
+    "gamma": [f"{FAKE} --gamma", f"{FAKE} --gamma 0.9 --gamma 0.8"],
     "--workers": [f"{FAKE} --workers 0", f"{FAKE} --workers"], "x": [f"{FAKE} --dry-run x"],
-    "cannot write to bad.toml/data": [f"{FAKE} --data-dir bad.toml/data"],
 }
 # fmt: on
 CASES = [(text, "bad.toml", word) for word, texts in BAD.items() for text in texts]
@@ -221,8 +218,10 @@ def test_bad_sweeps_and_lines_are_one_line_and_launch_nothing(main, monkeypatch,
         ("--act torch.nn.Tanh --compile", {"fake_script": {"activation": "tanh", "compile": True}}),
         ("--gamma[g] .5 1", {f"fake_script_g{g}": {"gamma": x} for g, x in (("0-5", 0.5), (1, 1))}),
         ("--fail-at=-1 --seed 0 1", {"fake_script": {"fail_at": -1}}),
-        ("""--env-kwargs '{"a": true}'""", {"fake_script": {"env_kwargs": {"a": True}}}),
-        ("--env-kwargs:a 1 2", {f"fake_script_env-a{x}": {"env_kwargs": {"a": x}} for x in (1, 2)}),
+        ("""--env-kwargs '{"sutton_barto_reward": true}' --env CartPole-v1 --name x""",
+            {"x": {"env_kwargs": {"sutton_barto_reward": True}}}),
+        ("--env-kwargs:healthy_reward 1 2",
+            {f"fake_script_env-hea{x}": {"env_kwargs": {"healthy_reward": x}} for x in (1, 2)}),
     ],
 )  # fmt: skip
 def test_command_lines(line, expected):
@@ -233,17 +232,6 @@ def test_command_lines(line, expected):
     made = {r.directory.parent.name[11:]: r.fixed for r in runs}
     assert made.keys() == expected.keys()
     assert all(expected[name].items() <= fixed.items() for name, fixed in made.items())
-
-
-@pytest.mark.parametrize("more", [["--dry-run"], []])
-def test_an_environment_that_a_script_refuses_is_a_bad_sweep(main, more):
-    """Of all its runs, one is refused: nothing is started."""
-    words = [ROOT / "algos/ppo_torch.py", ROOT / "algos/sac_torch.py", "--env-id", "CartPole-v1"]
-    code, _, said = main(*words, *more)
-    text = "params: sac_torch: CartPole-v1 has Discrete actions; supported: Box\n"
-    assert (code, said) == (2, f"grid.py: error: {text}") and not os.listdir()
-    code, _, said = main(*words[1:2], "--env-kwargs:speed", "3", *more)
-    assert code == 2 and "cannot make HalfCheetah-v4" in said and "'speed'" in said
 
 
 def test_dry_run_prints_commands_and_makes_nothing(main, tmp_path):
@@ -265,18 +253,14 @@ def test_dry_run_prints_commands_and_makes_nothing(main, tmp_path):
 
 def test_arguments_go_to_the_scripts_that_have_them(main):
     Path("other_script.py").write_text(FAKE.read_text().replace("gamma", "discount"))
-    only = '[params.alpha]\nvals = [0.5]\nscripts = ["other_*"]\n'
     text = f'name = "both"\nscript = ["{FAKE}", "other_script.py"]\n[params]\ngamma = [0.9, 0.8]\n'
-    Path("a.toml").write_text(text + only)
+    Path("a.toml").write_text(text)
     runs = grid.plan(grid.read_sweep("a.toml"))
-    gammas = [(r.directory.parent.name, r.fixed.get("gamma"), r.fixed["alpha"]) for r in runs]
-    assert gammas == [
-        ("both_fake_script_gam0-9", 0.9, 0.2),
-        ("both_fake_script_gam0-8", 0.8, 0.2),
-        ("both_other_script", None, 0.5),
+    assert [(run.directory.parent.name, run.fixed.get("gamma")) for run in runs] == [
+        ("both_fake_script_gam0-9", 0.9),
+        ("both_fake_script_gam0-8", 0.8),
+        ("both_other_script", None),
     ]
-    note = "# gamma is left out where there is no such argument: other_script\n"
-    assert note in main("a.toml", "--dry-run")[1]
 
 
 # ------------------------------------------------------------------------------------------ running
@@ -284,14 +268,15 @@ def test_arguments_go_to_the_scripts_that_have_them(main):
 
 def test_a_sweep_runs_all_and_a_second_time_none(main, tmp_path):
     params = 'env_id = ["Hopper-v4", "Ant-v4"]\nseed = [0, 1]\nhidden_sizes = [[8, 4]]\n'
-    write_sweep(tmp_path / "a.toml", params + '"env_kwargs:x" = -1.5', "workers = 2")
+    write_sweep(tmp_path / "a.toml", params + '"env_kwargs:ctrl_cost_weight" = -1.5', "workers = 2")
     code, out, _ = main("a.toml")
     assert code == 0 and "sweep: 4 runs, 4 finished, in" in out
     for env, seed in itertools.product(("hopper-v4", "ant-v4"), (0, 1)):
         directory = tmp_path / "data" / f"sweep_env{env}" / f"sweep_env{env}_s{seed}"
         assert returns(directory) == [100 * seed + k for k in (1, 2, 3)]
         config = read(directory)
-        assert config["hidden_sizes"] == [8, 4] and config["env_kwargs"] == {"x": -1.5}
+        assert config["hidden_sizes"] == [8, 4]
+        assert config["env_kwargs"] == {"ctrl_cost_weight": -1.5}
         assert "mpirun" in (directory / "launch.log").read_text().splitlines()[0]
     before = contents(tmp_path)
     code, out, _ = main("a.toml")
@@ -336,13 +321,6 @@ def test_a_failed_run_stops_no_other_and_is_retried_on_request(main, tmp_path):
     assert returns(directory) == [1, 2, 3]
 
 
-def test_the_reason_why_a_run_has_no_return_is_said(main):
-    text = FAKE.read_text().replace("100 * args.seed + epoch + 1", "float('nan')")
-    Path("long.py").write_text(text.replace("Path(__file__).resolve().parents[1]", f"'{ROOT}'"))
-    code, out, _ = main("long.py")
-    assert code == 0 and "no return: no episode ended" in out and "nan" not in out
-
-
 def test_ranks_and_cores(main, tmp_path, monkeypatch):
     assert main(write_sweep(tmp_path / "a.toml", "", "num_cpu = 3"))[0] == 0
     assert read(tmp_path / "data/sweep/sweep_s0")["ranks"] == 3
@@ -370,33 +348,25 @@ def test_as_many_runs_at_a_time_as_there_are_workers(main, tmp_path, monkeypatch
 
 
 def test_two_sweeps_at_once_share_the_runs(tmp_path):
-    """Both wait for what the other is at work on. Neither starts it, nor calls it failed."""
-    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1, 2]\nepoch_seconds = 0.3")
+    """Neither disturbs what the other is at work on, nor calls it failed."""
+    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1, 2, 3]\nepoch_seconds = 0.3")
     both = [start_grid(tmp_path, sweep) for _ in range(2)]
     texts = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], texts
-    assert "finished before" in "".join(texts) and "in use    " in "".join(texts)
-    for seed in range(3):
+    assert all(", 0 failed]" in text and "exit code" not in text for text in texts), texts
+    for seed in range(4):
         directory = tmp_path / f"data/sweep/sweep_s{seed}"
         assert returns(directory) == [100 * seed + k for k in (1, 2, 3)]
-        assert (directory / "launch.log").read_text().count("--- ") == 1
 
 
-def test_a_run_that_another_process_locks_first(main, tmp_path, monkeypatch):
-    """Between our look at it and the moment when the run that we start would lock it."""
-    ended, popen, started = launch.ended, subprocess.Popen, []
-    directory = tmp_path / "data/sweep/sweep_s0"
-
-    def start(*args, **options):
-        started.append(open(directory / ".lock", "a"))  # noqa: SIM115 - closed below
-        if len(started) == 1:
-            fcntl.flock(started[0], fcntl.LOCK_EX)
-        return popen(*args, **options)
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    monkeypatch.setattr(launch, "ended", lambda *args: (ended(*args), started[0].close())[0])
-    code, out, _ = main(write_sweep(tmp_path / "a.toml"))
-    assert code == 0 and "1 finished, in" in out and len(started) == 2
+def test_a_run_that_another_process_is_at_work_on_is_left(main, tmp_path):
+    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1]")
+    directory = tmp_path / "data/sweep/sweep_s1"
+    directory.mkdir(parents=True)
+    with open(directory / ".lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, out, _ = main(sweep)
+    assert code == 1 and "1 finished, 1 in use, in" in out and not returns(directory)
+    assert main(sweep)[0] == 0
 
 
 def test_spaces_other_letters_and_a_closed_pipe(tmp_path):
