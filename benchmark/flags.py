@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import os
+import pickle
 import re
 import sys
 import types
@@ -103,11 +104,10 @@ class Script:
 
     def __init__(self, path):
         self.path, self.name, self.label = Path(path), Path(path).stem, Path(path).name
-        self.Args = read_args(self.path)
-        self.hints = typing.get_type_hints(self.Args)
+        self.Args, self.hints = read_args(self.path)
 
-    def takes(self, name):
-        return name in self.hints
+    def takes(self, key):
+        return key.split(":")[0] in self.hints
 
     def parse(self, params):
         """All arguments of a run: {name: value}, as its config.json records them."""
@@ -127,7 +127,7 @@ class Script:
 
 
 def read_args(path):
-    """A script's `Args`. UsageError if it has none."""
+    """A script's `Args` and {field: type}. UsageError if it has none."""
     try:
         tree = ast.parse(read_text(path))
         known = {"common.args", *sys.stdlib_module_names}
@@ -139,7 +139,7 @@ def read_args(path):
         module.__file__ = str(path)
         sys.modules[module.__name__] = module
         exec(compile(ast.Module(body, []), str(path), "exec"), vars(module))
-        return module.Args
+        return module.Args, typing.get_type_hints(module.Args)
     except Exception as e:  # it is code: anything may be wrong with it
         raise UsageError(f"cannot read the flags of {path}: {printable(e)}") from e
 
@@ -157,10 +157,11 @@ class Function:
     def asks_for(self, name):
         return any(p.name == name or p.kind is p.VAR_KEYWORD for p in self.parameters)
 
-    def takes(self, name):
+    def takes(self, key):
         # A seed is in the directory's name, even if the function has no use for it.
-        names = (name, "env_fn") if name == "env_name" else (name,)
-        return name == "seed" or any(map(self.asks_for, names))
+        name = key.split(":")[0]
+        as_env_fn = name == "env_name" and self.asks_for("env_fn")
+        return name == "seed" or as_env_fn or self.asks_for(name)
 
     def parse(self, params):
         """The arguments of a run and the function's defaults, as its config.json records them."""
@@ -171,7 +172,7 @@ class Function:
         return json.loads(re.sub(r" at 0x\w+", "", json.dumps(convert_json(given))))
 
     def command(self, own, params, directory, stamp):
-        """(words, call): words after `python` that start a run, and what is called: see call.py.
+        """(words, call): words after `python` that start a run, and the pickles of call.py.
 
         The function gets seed and logger_kwargs if it takes them. As in Spinning Up, env_name
         becomes env_fn, a function that makes the environment.
@@ -184,7 +185,7 @@ class Function:
 
             given["env_fn"] = functools.partial(gymnasium.make, given.pop("env_name"))
         try:
-            cloudpickle.dumps((self.function, given))
+            call = pickle.dumps(sys.path) + cloudpickle.dumps((self.function, given))
         except Exception as e:  # whatever an object raises
             raise UsageError(f"{self.name} cannot be pickled: {printable(e)}") from e
-        return [str(CALL), str(directory)], (self.function, given)
+        return [str(CALL), str(directory)], call

@@ -187,9 +187,9 @@ class ExperimentGrid:
         """Run all variants.
 
         Args:
-            thunk: a script's path, a function or its "module:name", or a list of these; or a key of
-                the grid whose values are these. Functions and their arguments are pickled by
-                cloudpickle: lambdas, closures and functions of a notebook work too.
+            thunk: a script's path, a function or its "module:name", or a list of these. Functions
+                and their arguments are pickled by cloudpickle: lambdas, closures and functions of a
+                notebook work too.
             num_cpu: MPI ranks of each run; "auto" for as many as there are cores.
             data_dir: where the runs go; None for "data".
             datestamp: make new runs, with date and time in their directories' names.
@@ -243,21 +243,17 @@ def plan(sweep):
         raise UsageError(f"name: a letter or digit, then letters, digits, -_.(), got {grid.name!r}")
     check_args(sweep.options)
     scripts = sweep.script if isinstance(sweep.script, list) else [sweep.script]
-    by_key = next((row for row in grid.rows if row[0] == sweep.script), None)
-    thunks = [flags.find(script) for script in (by_key[1] if by_key else scripts)]
+    thunks = [flags.find(script) for script in scripts]
     for key, *_ in grid.rows:
-        if key != sweep.script and not any(t.takes(key.split(":")[0]) for t in thunks):
+        if not any(t.takes(key) for t in thunks):
             names = ", ".join(t.name for t in thunks)
             raise UsageError(f"params.{key}: no such argument in {names}")
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S") if sweep.options.datestamp else ""
     runs = []
     for thunk in thunks:
         # Of several scripts, the script is the first thing that varies.
-        prefix = f"_{by_key[2] if by_key else ''}{valid_str(thunk.name)}" if thunks[1:] else ""
-        own = ExperimentGrid(grid.name + prefix)
-        for key, *row in grid.rows:
-            if key != sweep.script and thunk.takes(key.split(":")[0]):
-                own.add(key, *row)
+        own = ExperimentGrid(grid.name + f"_{valid_str(thunk.name)}" * (len(thunks) > 1))
+        own.rows = [row for row in grid.rows if thunk.takes(row[0])]
         for variant in own.variants():
             try:
                 name = own.variant_name(variant)
@@ -372,16 +368,15 @@ def sweep_from_words(options, found):
     name = valid_str(thunks[0].name) if len(thunks) == 1 else "grid"
     grid = ExperimentGrid(options.name or name)
     for key, words, shorthand in found:
-        name = key.split(":")[0]
         if key in SHORT_FLAGS and not any(t.takes(key) for t in thunks):
-            key = name = SHORT_FLAGS[key]
+            key = SHORT_FLAGS[key]
         values = [read_value(word) for word in words] or [True]
-        if not words and name.startswith("no_") and any(t.takes(name[3:]) for t in thunks):
+        if not words and key.startswith("no_") and any(t.takes(key[3:]) for t in thunks):
             key, values = key[3:], [False]
-        if name == "activation":  # torch.nn.Tanh, as in Spinning Up
+        if key == "activation":  # torch.nn.Tanh, as in Spinning Up
             values = [str(value).rpartition(".")[2].lower() for value in values]
         nested = any(isinstance(value, list | tuple) for value in values)
-        if not nested and any(flags.takes_list(t.hints, name) for t in thunks):
+        if not nested and any(flags.takes_list(t.hints, key) for t in thunks):
             values = [values]  # --hidden-sizes 64 64
         # The name that the script gives holds the environment: another grid has another.
         grid.add(key, values, shorthand, in_name=key == "env_id" and not options.name)

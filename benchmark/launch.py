@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import fcntl
 import os
-import pickle
 import shlex
 import signal
 import subprocess
@@ -16,7 +15,6 @@ import time
 from collections import Counter, deque
 from pathlib import Path
 
-import cloudpickle
 import psutil
 from rich.console import Console
 from rich.live import Live
@@ -39,7 +37,7 @@ class Run:
     command: list  # the words that start it
     fixed: dict  # what its numbers depend on, as its config.json records it
     epochs: int | None = None
-    call: tuple | None = None  # of a function: see call.py
+    call: bytes | None = None  # of a function: the pickles that call.py reads
     stamp: str = ""  # date and time in the directory's name
     outcome: str = "not started"
     detail: str = ""
@@ -126,8 +124,7 @@ def prepare(run):
     run.record.mkdir(parents=True, exist_ok=True)
     if run.call:
         write_json(run.record / "config.json", run.fixed)
-        data = pickle.dumps(sys.path) + cloudpickle.dumps(run.call)
-        write_atomically(run.record / "function.pkl", lambda f: f.write(data))
+        write_atomically(run.record / "function.pkl", lambda f: f.write(run.call))
 
 
 def start(run, cores=None):

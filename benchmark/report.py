@@ -8,9 +8,9 @@
 has one row for each run, curves.csv the points of its curve. A run replaces the one with the same
 script, environment, settings and seed.
 
-`--verify` starts the run of a row of runs.csv again (a random one if none is named), on one core,
-ends it after `--epochs`, and compares its returns with curves.csv. The exit code is 1 where the CPU
-and the versions are those of the row and the returns are not.
+`--verify` starts the run of a row of runs.csv again, on one core, ends it after `--epochs`, and
+compares its returns with curves.csv. The exit code is 1 where the CPU and the versions are those of
+the row and the returns are not.
 
 A table goes between two lines of a page, `<!-- results: NAME -->` and `<!-- results: end -->`; NAME
 is a key of `tables` in `make`. Returns are smoothed as the published curves are: each seed by
@@ -32,6 +32,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
 from benchmark import flags, plot
@@ -65,7 +66,7 @@ DASHES = {"torch": (0, (4, 1.5)), "tf1": (0, (1, 1))}  # of the published curves
 @dataclasses.dataclass
 class Args:
     collect: tuple[str, ...] = ()  # directories of runs, or prefixes of their names, to take in
-    verify: tuple[str, ...] | None = None  # script, task and seed of a run; none: any
+    verify: tuple[str, str, str] | None = None  # script, task and seed of a run to make again
     setting: str = "plain"  # of that run
     epochs: PosInt = 20  # of that run to make
 
@@ -159,15 +160,13 @@ def collect(logdirs, results=RESULTS):
 def verify(words, setting, epochs, results):
     """Make a run again for some epochs and compare it with its row; whether all is as it should be.
 
-    words: script, task and seed; none of them for a random row. Raises ValueError if there is no
-    such row, or if its run fails.
+    words: script, task and seed. Raises ValueError if there is no such row, or if its run fails.
     """
-    runs = results.runs
-    columns = [*["script", "env", "seed"][: len(words)], "settings"]
-    runs = runs[([*words, setting] == runs[columns].astype(str)).all(axis=1)]
+    keys = results.runs[["script", "env", "seed", "settings"]].astype(str)
+    runs = results.runs[([*words, setting] == keys).all(axis=1)]
     if runs.empty:
         raise ValueError(f"runs.csv has no {setting} run of {' '.join(words)}")
-    row = runs.sample().iloc[0]
+    row = runs.iloc[0]
     command = [f"algos/{row.script}.py", "--env-id", row.env, "--seed", str(row.seed)]
     command += [*shlex.split(row.arguments), "--num-cpu", str(row.ranks)]
     print("python", shlex.join(command), flush=True)
@@ -245,10 +244,6 @@ class Results:
         self.best = best.assign(task=best.env.str.split("-v").str[0]).sort_values("mean")
         self.cells = self.make_cells()
 
-    def seeds(self, *key):
-        """The curves of a group, one for each seed."""
-        return [self.curves[run] for run in self.groups[key].run] if key in self.groups else []
-
     def make_cells(self):
         """What the tables show, a row for each group, or two if some seeds went further than half.
 
@@ -315,19 +310,9 @@ def reference(script, task, mark):
     return found and (*(np.interp(mark, found[1], y) for y in found[2:]), 10)
 
 
-def student(df):
-    """Half the width that holds 95 % of Student's t distribution: its density, integrated.
-
-    With t = sqrt(df) tan(u), the density of u is proportional to cos(u) ** (df - 1).
-    """
-    u = np.linspace(0, np.pi / 2, 20_001)
-    share = np.cumsum(np.cos((u[1:] + u[:-1]) / 2) ** (df - 1))
-    return np.sqrt(df) * np.tan(np.interp(0.95, share / share[-1], u[1:]))
-
-
 def interval(mean, std, n):
     """(mean, half width of its 95 % interval); std is NaN for a single value."""
-    return mean, student(n - 1) * std / np.sqrt(n)
+    return mean, stats.t.ppf(0.975, n - 1) * std / np.sqrt(n)
 
 
 def welch(ours, theirs):
@@ -335,14 +320,12 @@ def welch(ours, theirs):
     (mean, std, n), (mean2, std2, n2) = ours, theirs
     a, b = std**2 / n, std2**2 / n2
     df = (a + b) ** 2 / (a**2 / max(n - 1, 1) + b**2 / (n2 - 1))
-    return mean - mean2, student(df) * np.sqrt(a + b)
+    return mean - mean2, stats.t.ppf(0.975, df) * np.sqrt(a + b)
 
 
 def iqm(tasks):
     """Mean of the middle half of all runs; tasks: arrays [..., seeds], one for each task."""
-    runs = np.sort(np.concatenate(tasks, axis=-1))
-    cut = runs.shape[-1] // 4
-    return runs[..., cut : runs.shape[-1] - cut].mean(axis=-1)
+    return stats.trim_mean(np.concatenate(tasks, axis=-1), 0.25, axis=-1)
 
 
 def improvement(tasks, others):
@@ -506,9 +489,10 @@ def learning_curves(results, algos, kinds, height):
                     label = f"Spinning Up (2020), {FRAMEWORKS[framework]}"
                     draw_band(ax, x, mean, std, "published", label, lw=1, ls=dashes)
             for kind in kinds:
-                curves = results.seeds(f"{algo}_{KINDS[kind][0]}", env, KINDS[kind][1])
-                y = np.array([np.interp(x, *curve, left=np.nan, right=np.nan) for curve in curves])
-                if len(y):
+                framework, settings = KINDS[kind]
+                if (key := (f"{algo}_{framework}", env, settings)) in results.groups:
+                    curves = [results.curves[run] for run in results.groups[key].run]
+                    y = np.array([np.interp(x, *xy, left=np.nan, right=np.nan) for xy in curves])
                     half = 2 * (~np.isnan(y)).sum(axis=0) >= len(y)  # of the seeds are so far
                     ax.plot(x, y[~np.isnan(y[:, ~half]).all(axis=1)].T, color=COLORS[kind], lw=0.7)
                     mean, std = np.nanmean(y[:, half], axis=0), np.nanstd(y[:, half], axis=0)
@@ -592,7 +576,7 @@ def make(root=ROOT):
 def main(argv=None):
     try:
         args = parse_args(Args, argv)
-        if args.verify is not None:
+        if args.verify:
             sys.exit(not verify(args.verify, args.setting, args.epochs, Results()))
         if args.collect:
             print(f"collected {collect(args.collect)} runs")

@@ -457,25 +457,6 @@ def test_functions_run_with_their_arguments_under_mpirun(module, tmp_path):
     assert "2 runs, 2 finished before, in" in run(module, cwd=tmp_path).stdout
 
 
-def test_a_key_of_the_grid_holds_the_functions(tmp_path, monkeypatch):
-    """As in Spinning Up: `run("algo")`. Its value is in the names of the runs."""
-    monkeypatch.chdir(tmp_path)
-
-    def plain(x):
-        (tmp_path / f"plain{x}").touch()
-
-    def other(x):
-        (tmp_path / f"other{x}").touch()
-
-    g = grid.ExperimentGrid("g")
-    g.add("x", [1, 2])
-    g.add("algo", [plain, other])
-    assert g.run("algo")
-    names = {f"{function}{x}" for x in (1, 2) for function in ("plain", "other")}
-    assert {path.name for path in tmp_path.glob("[po]*")} == names
-    assert {*os.listdir("data")} == {f"g_alg{name[:-1]}_x{name[-1]}" for name in names}
-
-
 def test_functions_by_name(module, main, tmp_path):
     """On the command line: failure, retry, another argument, interruption."""
     words = ["my_module:my_train", "--act", "x", "--env-name", "CartPole-v1", "--seed", "3"]
