@@ -84,10 +84,9 @@ def read_progress(path):
     text = read_text(path)
     text = text[: text.rfind("\n") + 1]
     lines = text.splitlines()
-    header = lines[0].split("\t") if lines else []
     if len(lines) < 2:
         raise ValueError("progress.txt has no finished epoch yet")
-    if len(set(header)) < len(header) or len({line.count("\t") for line in lines}) > 1:
+    if len({line.count("\t") for line in lines}) > 1:
         raise ValueError("progress.txt is not a table: its lines differ in length")
     try:  # 3: no quoting; Spinning Up's own logger writes an empty string for a missing value
         return pd.read_csv(io.StringIO(text), sep="\t", dtype=float, quoting=3, index_col=False)
@@ -108,10 +107,10 @@ def find_runs(logdir, select=(), exclude=()):
     """
     names = {"progress.txt", "config.json", "status.json", "launch.log"}
     runs = [root for root, _, files in os.walk(logdir) if names & set(files)]
-    runs.sort(key=natural_key)
     runs = [run for run in runs if os.path.basename(run) != "call"]  # grid.py's, of a function
     runs = [run for run in runs if all(part in run for part in select)]
-    return [run for run in runs if not any(part in run for part in exclude)]
+    runs = [run for run in runs if not any(part in run for part in exclude)]
+    return sorted(runs, key=natural_key)
 
 
 def get_datasets(logdir, condition=None, select=(), exclude=()):
@@ -133,11 +132,8 @@ def get_datasets(logdir, condition=None, select=(), exclude=()):
             missing = "it has no progress.txt" if isinstance(e, FileNotFoundError) else e
             warn(f"left out {run}: {missing}")
             continue
-        exp_name, env = config.get("exp_name"), config.get("env_id") or config.get("env_name")
-        name = condition or (printable(exp_name, 200) if isinstance(exp_name, str) else "")
-        if not name:
-            name = printable(os.path.basename(os.path.abspath(run)), 200)
-            warn(f"{run}: no exp_name in config.json, plotted as {name}")
+        name = condition or config.get("exp_name") or os.path.basename(os.path.abspath(run))
+        name = printable(name, 200)
         units[name] = units.get(name, -1) + 1
         performance = "AverageTestEpRet" if "AverageTestEpRet" in frame else "AverageEpRet"
         if performance in frame:
@@ -148,7 +144,8 @@ def get_datasets(logdir, condition=None, select=(), exclude=()):
         algo, _, framework = Path(str(config.get("script", ""))).stem.partition("_")
         algo, framework = (algo, framework) if algo in ALGORITHMS else ("", "")
         frame.attrs = {"run_dir": run, "config": config, "algo": algo, "framework": framework}
-        frame.attrs["env"] = printable(env, 200) if isinstance(env, str) else ""
+        env = config.get("env_id") or config.get("env_name") or ""
+        frame.attrs["env"] = printable(env, 200)
         datasets.append(frame)
     return datasets
 
@@ -295,13 +292,6 @@ def step_label(x, _=None):
     return f"{x:.10g}"
 
 
-def draw_curve(ax, curve, color):
-    x, center, low, high, _ = curve.to_numpy().T
-    marker = "o" if len(x) == 1 else None
-    ax.plot(x, center, color=color, lw=1.8, marker=marker, ms=4, label=curve.attrs["label"])
-    ax.fill_between(x, low, high, color=color, alpha=0.18, lw=0)
-
-
 def draw_references(ax, curves, colors):
     """Dashed published curves of a panel's algorithms, as far as ours go.
 
@@ -309,25 +299,21 @@ def draw_references(ax, curves, colors):
     """
     end, found = max(curve.iloc[-1, 0] for curve in curves), {}
     for curve in curves:
-        algo, env = curve.attrs["algo"], curve.attrs["env"]
-        reference = reference_curve(algo, curve.attrs["framework"], env)
-        found.setdefault((algo, reference and reference[0]), (reference, []))[1].append(curve)
-    for i, ((algo, published), (reference, ours)) in enumerate(found.items()):
-        name = f"{algo or 'an unknown algorithm'} on {env or '?'}"
-        if reference is None:
-            warn(f"there is no published curve of {name}")
-        elif end <= reference[1][0]:
-            start = f"{reference[1][0]:.0f} steps"
-            warn(f"these runs are too short for the published curve of {name}, from {start} on")
-        else:
-            _, x, mean, std = reference
-            inside = np.append(x[x < end], end)
-            mean, std = np.interp(inside, x, mean), np.interp(inside, x, std)
-            color = colors[ours[0].attrs["label"]] if len(ours) == 1 else GREYS[i % len(GREYS)]
-            style = {"color": color, "zorder": 1.5, "lw": 1.3}
-            label = f"published {algo.upper()} ({published})"
-            ax.plot(inside, mean, ls=(0, (4, 2)), label=label, **style)
-            ax.fill_between(inside, mean - std, mean + std, alpha=0.07, **{**style, "lw": 0})
+        algo, framework, env = (curve.attrs[key] for key in ("algo", "framework", "env"))
+        published, *points = reference_curve(algo, framework, env) or ("", [np.inf])
+        found.setdefault((algo, published), (points, []))[1].append(curve.attrs["label"])
+    for i, ((algo, published), (points, labels)) in enumerate(found.items()):
+        x, *band = points
+        if end <= x[0]:
+            name = f"{algo or 'an unknown algorithm'} on {env or '?'}"
+            warn(f"there is no published curve of {name} before {end:.0f} steps")
+            continue
+        inside = np.append(x[x < end], end)
+        mean, std = (np.interp(inside, x, y) for y in band)
+        color = colors[labels[0]] if len(labels) == 1 else GREYS[i % len(GREYS)]
+        label = f"published {algo.upper()} ({published})"
+        ax.plot(inside, mean, ls=(0, (4, 2)), lw=1.3, color=color, zorder=1.5, label=label)
+        ax.fill_between(inside, mean - std, mean + std, color=color, alpha=0.07, zorder=1.5, lw=0)
 
 
 def draw_figure(panels, xaxis, reference=False):
@@ -340,22 +326,24 @@ def draw_figure(panels, xaxis, reference=False):
     if len(labels) > len(COLORS):
         palette = matplotlib.colormaps["turbo"](np.linspace(0.03, 0.97, len(labels)))
     colors = dict(zip(labels, palette, strict=False))
-    columns = min(len(panels), 2 if len(panels) in (2, 4) else 3)
+    columns = 2 if len(panels) == 4 else min(len(panels), 3)
     rows = -(-len(panels) // columns)
     size = (4.6, 3.4) if len(panels) == 1 else (3.3 * columns, 2.7 * rows)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     handles = {}
     for ax, curves in zip(axes.flat, panels, strict=False):
         for curve in curves:
-            draw_curve(ax, curve, colors[curve.attrs["label"]])
+            x, center, low, high, _ = curve.to_numpy().T
+            label, marker = curve.attrs["label"], "o" if len(x) == 1 else None
+            ax.plot(x, center, color=colors[label], lw=1.8, marker=marker, ms=4, label=label)
+            ax.fill_between(x, low, high, color=colors[label], alpha=0.18, lw=0)
         if reference:
             draw_references(ax, curves, colors)
         left, right = min(0, *(c.iloc[0, 0] for c in curves)), max(c.iloc[-1, 0] for c in curves)
         ax.set_xlim(left, right if right > left else None)
         ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         ax.xaxis.set_major_formatter(step_label)
-        title = textwrap.fill(curves[0].attrs["env"], int(10 * size[0] / columns))
-        ax.set(title=title, xlabel=AXIS_LABELS.get(xaxis, xaxis))
+        ax.set(title=curves[0].attrs["env"], xlabel=AXIS_LABELS.get(xaxis, xaxis))
         ax.set_ylabel(" / ".join(dict.fromkeys(c.attrs["ylabel"] for c in curves)))
         handles |= {label: h for h, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     for ax in axes.flat[len(panels) :]:

@@ -51,7 +51,7 @@ def test_broken_runs_are_named_and_left_out(tmp_path, capsys, planted):
     whole = write_run(tmp_path, "good", 0, [1, 2])
     broken = {
         "empty": b"", "header": b"Epoch\tAverageEpRet\n", "words": b"Epoch\tRet\n1\tmany\n",
-        "ragged": b"Epoch\tRet\n1\t2\t3\n", "twice": b"Epoch\tEpoch\n1\t2\n", "pickle": planted,
+        "ragged": b"Epoch\tRet\n1\t2\t3\n", "pickle": planted,
     }  # fmt: skip
     for name, content in broken.items():
         (write_run(tmp_path, name, 0, [1]) / "progress.txt").write_bytes(content)
@@ -92,17 +92,16 @@ def test_select_exclude_and_legend(tmp_path):
     for name in ("ppo_a", "ppo_b", "sac_a"):
         write_run(tmp_path, name, 0, [1])
 
-    def names(**kwargs):
-        found = plot.get_all_datasets([f"{tmp_path}/p", f"{tmp_path}/s"], **kwargs)
+    def names(*logdirs, **kwargs):
+        found = plot.get_all_datasets([f"{tmp_path}/{x}" for x in logdirs], **kwargs)
         return [d["Condition1"][0] for d in found]
 
-    assert names() == ["ppo_a", "ppo_b", "sac_a"]
-    assert names(select=["ppo", "_b"]) == ["ppo_b"]
-    assert names(exclude=["ppo_b", "sac"]) == ["ppo_a"]
-    assert names(exclude=["ppo_b"], legend=["P", "S"]) == ["P", "S"]
+    assert names("p", "s") == names("", "p") == ["ppo_a", "ppo_b", "sac_a"]
+    assert names("p", "s", select=["ppo", "_b"]) == ["ppo_b"]
+    assert names("p", "s", exclude=["ppo_b", "sac"]) == ["ppo_a"]
+    assert names("p", "s", exclude=["ppo_b"], legend=["P", "S"]) == ["P", "S"]
     with pytest.raises(ValueError, match="2 names for 3"):
-        names(legend=["P", "S"])
-    assert len(plot.get_all_datasets([str(tmp_path), f"{tmp_path}/p"])) == 3
+        names("p", "s", legend=["P", "S"])
 
 
 # ------------------------------------------------------------------------------------- aggregating
@@ -135,16 +134,12 @@ def test_runs_with_other_epochs_are_interpolated_inside_their_range(tmp_path):
 def test_a_run_whose_episodes_never_end_is_explained(tmp_path, capsys):
     """Instead of an empty figure: the reason and the cure, beside a run that can be plotted too."""
     write_run(tmp_path, "never", 0, ["nan", "nan"])
-    with pytest.raises(ValueError, match="nothing to plot"):
-        plot.make_plots([f"{tmp_path}/never"])
-    assert "use a larger --steps-per-epoch, or plot CutEpRet" in capsys.readouterr().err
-    (curve,) = plot.make_plots([f"{tmp_path}/never"], value=("CutEpRet",)).axes[0].lines
-    assert curve.get_ydata().tolist() == [-5, -5]
     write_run(tmp_path, "some", 0, [1, 2])
-    capsys.readouterr()
     assert len(plot.make_plots([str(tmp_path)]).axes[0].lines) == 1
     said = capsys.readouterr().err
-    assert "left out never: no episode finished within an epoch" in said
+    assert "left out never: no episode finished within an epoch" in said and "plot CutEpRet" in said
+    (curve,) = plot.make_plots([f"{tmp_path}/never"], value=("CutEpRet",)).axes[0].lines
+    assert curve.get_ydata().tolist() == [-5, -5]
 
 
 def test_estimators(tmp_path):
@@ -205,24 +200,16 @@ def test_a_published_curve_beyond_a_short_run_is_not_named(tmp_path, capsys):
     figure = plot.make_plots([str(tmp_path)], reference=True, count=True)
     line, _ = figure.axes[0].lines
     assert line.get_label() == "sac-0" and figure.axes[0].get_ylim()[1] < 4
-    assert figure.axes[0].get_ylabel() == "average test return"
-    said = "runs are too short for the published curve of sac on Hopper-v4, from 19999 steps on\n"
-    assert capsys.readouterr().err == f"plot.py: these {said}" and not figure.get_supxlabel()
-    write_run(tmp_path / "b", "ppo", 0, [1], env="CartPole-v1")
-    plot.make_plots([str(tmp_path / "b")], reference=True)
-    said = "there is no published curve of ppo on CartPole-v1"
-    assert capsys.readouterr().err == f"plot.py: {said}\n"
+    assert figure.axes[0].get_ylabel() == "average test return" and not figure.get_supxlabel()
+    said = "plot.py: there is no published curve of sac on Hopper-v4 before 3000 steps\n"
+    assert capsys.readouterr().err == said
 
 
-def test_a_published_curve_beside_several_and_a_long_title(tmp_path):
-    """It has the colour of none of them; the title is whole, in lines that fit."""
-    env = "a_package_with_a_long_name.environments:TheHopperOfALongSeriesOfExperiments/Hopper-v4"
+def test_a_published_curve_beside_several_has_the_colour_of_none(tmp_path):
     for name in ("wide", "deep"):
-        write_run(tmp_path, name, 0, range(40), env)
-    (ax,) = plot.make_plots([str(tmp_path)], reference=True, out=str(tmp_path / "a.png")).axes
-    colors = {line.get_label(): line.get_color() for line in ax.lines}
-    assert len(colors) == len(set(colors.values())) == 3
-    assert ax.get_title().replace("\n", "") == env and max(map(len, ax.get_title().split())) < 50
+        write_run(tmp_path, name, 0, range(40))
+    (ax,) = plot.make_plots([str(tmp_path)], reference=True).axes
+    assert len({line.get_color() for line in ax.lines}) == len(ax.lines) == 3
 
 
 def test_command_line_writes_figures_and_numbers(tmp_path):
