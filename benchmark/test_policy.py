@@ -87,14 +87,12 @@ def read_policy(path):
             policy[name] = str(arrays[name])
             if policy[name] not in kinds:
                 raise ValueError(f"unknown {name} {policy[name]}")
-        for i, (W, b) in enumerate(layers):
-            if W.ndim != 2 or b.shape != W.shape[1:] or not np.isfinite([*W, b]).all():
-                raise ValueError(f"layer {i} does not fit, or is not finite: {W.shape}, {b.shape}")
+        if not all(np.isfinite(x).all() for layer in layers for x in layer):
+            raise ValueError("its layers are not finite")
         with np.errstate(all="ignore"):
             a = act(policy, np.zeros(len(layers[0][0])), np.random.default_rng(0))
-        outputs = 2 if policy["distribution"] == "squashed_gaussian" else 1
-        if np.isnan(a).any() or b.size != outputs * policy.get("act_low", b).size:
-            raise ValueError("its actions are not numbers, or too many or few")
+        if np.isnan(a).any():
+            raise ValueError("its actions are not numbers")
     except KeyError as e:
         raise UsageError(f"{path} is no policy: it has no {e.args[0]}") from e
     except (OSError, ValueError, TypeError, IndexError) as e:
@@ -177,13 +175,9 @@ def read_config(run_dir):
     """config.json of a run; UsageError if this is no run directory."""
     path = Path(run_dir, "config.json")
     try:
-        config = read_json(path)
+        return {"env_kwargs": {}, "max_ep_len": 0, "script": None, **read_json(path)}
     except (OSError, ValueError) as e:
         raise UsageError(f"{run_dir} is not the directory of a run: {e}") from e
-    steps = config.get("max_ep_len") or 0
-    if type(steps) is not int or steps < 0 or not isinstance(config.get("env_id"), str):
-        raise UsageError(f"{path} is damaged: env_id or max_ep_len is wrong")
-    return config
 
 
 def load_env(run_dir, render_mode=None):
@@ -210,33 +204,19 @@ def load_env(run_dir, render_mode=None):
     spaces = gym.spaces.Box, gym.spaces.Discrete
     mode = {"render_mode": render_mode} if render_mode else {}
     try:
-        env = make_env(config["env_id"], {**(config.get("env_kwargs") or {}), **mode}, spaces)
+        env = make_env(config["env_id"], {**config["env_kwargs"], **mode}, spaces)
         if render_mode:
             with warnings.catch_warnings(action="ignore"):
                 env.reset(seed=0)
                 env.render()
     except Exception as e:  # of any kind: config.json may ask for anything
-        if isinstance(e, UsageError) and not render_mode:
-            raise UsageError(printable(e)) from e
-        name, advice = printable(config["env_id"]), f" ({ADVICE})" if render_mode else ""
-        what = f"{type(e).__name__}: {printable(e)}{advice}"
-        raise UsageError(f"cannot make or render {name}: {what}") from e
+        advice = f" ({ADVICE})" if render_mode else ""
+        raise UsageError(f"{type(e).__name__}: {printable(e)}{advice}") from e
     start = int(getattr(env.action_space, "start", 0))
     if start:
         space = gym.spaces.Discrete(env.action_space.n)
         env = gym.wrappers.TransformAction(env, lambda a: a + start, space)
     return env
-
-
-def check_spaces(env, policy, env_id):
-    """Raise UsageError if the environment is not the one that the policy was trained for."""
-    n, W = getattr(env.action_space, "n", None), policy["layers"][0][0]
-    kinds = [(len(W), policy.get("act_low", policy["layers"][-1][1]).size, "act_low" in policy)]
-    size = int(n or np.prod(env.action_space.shape))
-    kinds.append((*env.observation_space.shape, size, n is None))
-    words = [f"{o} observations, {a} {'real' if r else 'discrete'} actions" for o, a, r in kinds]
-    if words[0] != words[1]:
-        raise UsageError(f"the policy is for {words[0]}; {env_id} has {words[1]}")
 
 
 def run_policy(env, get_action, max_ep_len=0, num_episodes=100, seed=0):
@@ -266,7 +246,6 @@ def main(argv=None):
         config, policy = read_config(args.run_dir), find_policy(args.run_dir, args.itr)
         get_action = load_policy(args.run_dir, args.itr, args.deterministic, args.seed)
         env = load_env(args.run_dir, "human" if args.render else args.video and "rgb_array")
-        check_spaces(env, policy, config["env_id"])
         if args.video:
             from gymnasium.wrappers import RecordVideo
 
@@ -275,9 +254,9 @@ def main(argv=None):
     except (OSError, UsageError) as e:
         print(f"test_policy.py: error: {printable(e, 1000)}", file=sys.stderr)
         sys.exit(2)
-    max_ep_len = config.get("max_ep_len") or 0 if args.len < 0 else args.len
+    max_ep_len = config["max_ep_len"] if args.len < 0 else args.len
     how = "deterministic" if args.deterministic else "sampled"
-    env_id, script = printable(config["env_id"]), printable(config.get("script"))
+    env_id, script = printable(config["env_id"]), printable(config["script"])
     print(f"{env_id}, {script}, after epoch {policy['epoch']}, {how} actions")
     with contextlib.closing(env):
         returns, lengths = run_policy(env, get_action, max_ep_len, args.episodes, args.seed)
