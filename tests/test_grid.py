@@ -284,25 +284,18 @@ def test_a_sweep_runs_all_and_a_second_time_none(main, tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_more_epochs_make_a_run_longer_and_fewer_leave_it(main, tmp_path):
-    sweep, directory = tmp_path / "a.toml", tmp_path / "data/sweep/sweep_s0"
+def test_more_epochs_make_a_run_longer_and_other_arguments_leave_it(main, tmp_path):
+    sweep, table = tmp_path / "a.toml", tmp_path / "data/sweep/sweep_s0/progress.txt"
     assert main(write_sweep(sweep, "epochs = 3"))[0] == 0
-    first = (directory / "progress.txt").read_text()
+    first = table.read_text()
     assert main(write_sweep(sweep, "epochs = 5"))[0] == 0
-    longer = (directory / "progress.txt").read_text()
-    assert len(returns(directory)) == 5 and longer.startswith(first)
+    longer = table.read_text()
+    assert longer.startswith(first) and returns(table.parent) == [1, 2, 3, 4, 5]
     assert "1 finished before" in main(write_sweep(sweep, "epochs = 4"))[1]
-    assert (directory / "progress.txt").read_text() == longer
-
-
-def test_a_run_with_other_arguments_is_left_as_it_is(main, tmp_path):
-    sweep = tmp_path / "a.toml"
-    assert main(write_sweep(sweep, "gamma = 0.9"))[0] == 0
-    old = contents(tmp_path / "data")
     code, out, _ = main(write_sweep(sweep, "gamma = 0.8\nseed = [0, 1]"))
-    assert code == 1 and "1 another run, 1 finished" in out and "gamma was 0.9, is 0.8" in out
-    assert old.items() <= contents(tmp_path / "data").items()
-    assert "ranks was 1, is 2" in main(write_sweep(sweep, "gamma = 0.9"), "--num-cpu", 2)[1]
+    assert code == 1 and "1 another run, 1 finished" in out and "gamma was 0.99, is 0.8" in out
+    assert "ranks was 1, is 2" in main(write_sweep(sweep), "--num-cpu", 2)[1]
+    assert table.read_text() == longer
 
 
 def test_a_failed_run_stops_no_other_and_is_retried_on_request(main, tmp_path):
@@ -331,20 +324,6 @@ def test_ranks_and_cores(main, tmp_path, monkeypatch):
     shares = launch.core_shares(3)
     assert sorted(c for share in shares for c in share) == list(range(8))
     assert sorted(map(len, shares)) == [2, 3, 3] and launch.core_shares(9)[8] == {0}
-
-
-def test_as_many_runs_at_a_time_as_there_are_workers(main, tmp_path, monkeypatch):
-    started, alive, start = [], [], launch.start
-
-    def count(*args):
-        started.append(start(*args))
-        alive.append(sum(process.poll() is None for process in started))
-        return started[-1]
-
-    monkeypatch.setattr(launch, "start", count)
-    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1, 2, 3]\nepochs = 1\nepoch_seconds = 1.5")
-    assert main(sweep, "--workers", 3)[0] == 0
-    assert alive[:3] == [1, 2, 3] and max(alive) == 3 and len(alive) == 4
 
 
 def test_two_sweeps_at_once_share_the_runs(tmp_path):
