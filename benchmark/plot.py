@@ -191,31 +191,21 @@ def get_all_datasets(all_logdirs, legend=(), select=(), exclude=()):
 
 def smooth_values(values, width):
     """The mean of each value and its neighbours, `width` in all, fewer at both ends."""
-    return pd.Series(values).rolling(width, center=True, min_periods=1).mean().to_numpy()
+    return pd.Series(values).rolling(width, center=True, min_periods=1).mean()
 
 
 def stack_runs(runs, xaxis, value, smooth=1):
-    """Runs on a common x axis: x [T] and y [runs, T], NaN outside a run's own range.
+    """Runs on a common x axis: a DataFrame [T, runs], NaN outside a run's own range.
 
     Epochs without a value are skipped. Runs whose epochs differ are interpolated linearly between
     their own points.
     """
     curves = []
     for run in runs:
-        points = run[[xaxis, value]].to_numpy(float)
-        points = points[(np.abs(points) < LARGEST).all(axis=1)]  # neither NaN nor infinite
-        x, y = points[np.argsort(points[:, 0], kind="stable")].T
-        if len(x):
-            curves.append((x, smooth_values(y, smooth)))
-    if not curves:
-        return np.zeros(0), np.zeros((0, 0))
-    grid = np.unique(np.concatenate([x for x, _ in curves]))
-    longest = max(len(x) for x, _ in curves)
-    if len(grid) > 2 * longest:  # for instance wall time, where no two runs share a point
-        grid = np.linspace(grid[0], grid[-1], longest)
-    y = np.array([np.interp(grid, x, y, left=np.nan, right=np.nan) for x, y in curves])
-    inside = ~np.isnan(y).all(axis=0)  # a gap between runs that do not overlap is no point
-    return grid[inside], y[:, inside]
+        usable = run[[xaxis, value]].abs().lt(LARGEST).all(axis=1)  # neither NaN nor infinite
+        points = run[usable].groupby(xaxis)[value].mean()  # in order, each x once
+        curves.append(smooth_values(points, smooth))
+    return pd.concat(curves, axis=1).sort_index().interpolate("index", limit_area="inside")
 
 
 @functools.cache
@@ -265,15 +255,15 @@ def collect_curves(datasets, xaxis, value, count=False, smooth=1, est="mean"):
         groups.setdefault((data.attrs["env"], condition), []).append(data)
     curves = []
     for (env, condition), runs in groups.items():
-        x, y = stack_runs(runs, xaxis, value, smooth)
-        if not len(x):
+        table = stack_runs(runs, xaxis, value, smooth)
+        if table.empty:
             empty = value in ("Performance", "AverageEpRet")
             warn(f"left out {condition}: {NO_EPISODE if empty else f'{value} has no value yet'}")
             continue
-        center = getattr(np, f"nan{est}")(y, axis=0)
-        std = np.nanstd(y, axis=0) if est == "mean" else 0
-        columns = {xaxis: x, est: center, "low": center - std, "high": center + std}
-        curve = pd.DataFrame({**columns, "n": (~np.isnan(y)).sum(axis=0)})
+        center = table.agg(est, axis=1)
+        std = table.std(axis=1, ddof=0) if est == "mean" else 0
+        curve = pd.DataFrame({est: center, "low": center - std, "high": center + std})
+        curve = curve.assign(n=table.count(axis=1)).rename_axis(xaxis).reset_index()
         tested = value == "Performance" and all("AverageTestEpRet" in run for run in runs)
         curve.attrs = {"env": env, "label": curve_label(condition, env), "value": value}
         curve.attrs["ylabel"] = AXIS_LABELS.get("AverageTestEpRet" if tested else value, value)

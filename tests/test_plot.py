@@ -130,9 +130,9 @@ def test_runs_with_other_epochs_are_interpolated_inside_their_range(tmp_path):
     """Epochs without an episode are skipped."""
     write_run(tmp_path, "ppo", 0, [0, "nan", 20, ""], steps=1000)
     write_run(tmp_path, "ppo", 1, [7, 9], steps=1500)
-    x, y = plot.stack_runs(plot.get_datasets(str(tmp_path)), STEPS, "Performance")
-    assert x.tolist() == [1000, 1500, 3000]
-    np.testing.assert_allclose(y, [[0, 5, 20], [np.nan, 7, 9]])
+    table = plot.stack_runs(plot.get_datasets(str(tmp_path)), STEPS, "Performance")
+    assert table.index.tolist() == [1000, 1500, 3000]
+    np.testing.assert_allclose(table, [[0, np.nan], [5, 7], [20, 9]])
 
 
 def test_a_run_whose_episodes_never_end_is_explained(tmp_path, capsys):
