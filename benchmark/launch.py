@@ -4,7 +4,6 @@ import contextlib
 import csv
 import ctypes
 import dataclasses
-import datetime
 import fcntl
 import os
 import shlex
@@ -16,15 +15,12 @@ from collections import Counter, deque
 from pathlib import Path
 
 import psutil
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
+from tqdm import tqdm
 
 from common.files import printable, read_json, read_status, write_atomically, write_json
 
-RUN_FILES = ("config.json", "progress.txt", "status.json", "checkpoint", "call")
 POLL = 0.05  # seconds between looks at the processes
-REFRESH = 0.5  # seconds between updates of the overview
+REFRESH = 0.5  # seconds between updates of the bar
 
 # ------------------------------------------------------------------------------------ runs on disk
 
@@ -56,14 +52,12 @@ class Run:
 def status(run):
     """The state of a run, read from its directory: (word, detail).
 
-    new: nothing there. finished. interrupted: stopped or killed, or finished with fewer epochs than
-    now asked for. failed: detail is the error. in use: a process is at work on it. another run: it
-    has other arguments.
+    finished. interrupted: never started, stopped or killed, or finished with fewer epochs than now
+    asked for. failed: detail is the error. in use: a process is at work on it. another run: it has
+    other arguments.
     """
     if in_use(run):
         return "in use", "another process is at work on it"
-    if not any((run.directory / name).exists() for name in RUN_FILES):
-        return "new", ""
     try:
         config = read_json(run.record / "config.json")
     except OSError:
@@ -98,7 +92,7 @@ def in_use(run):
 def settle(run, retry_failed):
     """Whether a run is left to do and free to be started. Sets its outcome by its state on disk."""
     word, run.detail = status(run)
-    left = word in ("new", "interrupted") or (word == "failed" and retry_failed)
+    left = word == "interrupted" or (word == "failed" and retry_failed)
     ended = word in ("finished", "failed")
     run.outcome = "not started" if left else f"{word} before" if ended else word
     return left
@@ -176,10 +170,8 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
     stops, handled, shown = [], 0, 0.0
     signals = (signal.SIGINT, signal.SIGTERM)
     before = {s: signal.signal(s, lambda signum, frame: stops.append(signum)) for s in signals}
-    console = Console(markup=False, highlight=False, emoji=False)
-    # A thread that draws would make forking unsafe.
-    live = Live(console=console, auto_refresh=False, transient=True)
-    live.start()
+    tqdm.monitor_interval = 0  # a thread would make forking unsafe
+    bar = tqdm(total=len(todo), unit="run", leave=False, disable=None)  # None: without a terminal
     say(f"{name}: {len(todo)} of {len(runs)} runs to do")
     try:
         while active or (todo and not stops):
@@ -208,14 +200,16 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
                     free.append(cores)
                     run.outcome, run.detail = ended(run, process.returncode, bool(stops))
                     say(ended_line(run, runs))
-            if console.is_terminal and time.monotonic() - shown > REFRESH:
+                    bar.update()
+            if not bar.disable and time.monotonic() - shown > REFRESH:
                 shown = time.monotonic()
-                live.update(overview(name, runs, active), refresh=True)
+                words = [f"{run.directory.name} {progress_words(run)[0]}" for run in active]
+                bar.set_postfix_str(", ".join(words))
             time.sleep(POLL)
     finally:
         for process, _ in active.values():  # only after an error of our own
             kill_tree(process)
-        live.stop()
+        bar.close()
         for s, handler in before.items():
             signal.signal(s, handler)
     return stops[0] if stops else None
@@ -229,9 +223,8 @@ def ended(run, code, stopping):
     word, detail = status(run)
     if word in ("in use", "finished"):  # by another sweep, if this process was too late
         return word, detail
-    stopped = stopping or code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
-    if (word == "interrupted" and stopped) or (word == "new" and stopping):
-        return "interrupted", ""
+    if word == "interrupted" and (stopping or code in (128 + signal.SIGTERM, 128 + signal.SIGINT)):
+        return word, ""
     how = f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
     return "failed", f"{how}{': ' + detail if detail else ''}"
 
@@ -242,14 +235,10 @@ def ended(run, code, stopping):
 def say(text):
     """Print a line. A closed pipe (`| head -1`) is no error: the runs go on."""
     try:
-        print(text, flush=True)
+        with tqdm.external_write_mode():
+            print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def clock(seconds):
-    """Seconds as 0:00:07."""
-    return str(datetime.timedelta(seconds=int(seconds)))
 
 
 def progress_words(run):
@@ -262,7 +251,7 @@ def progress_words(run):
         value = float(rows[-1].get("AverageTestEpRet", rows[-1].get("AverageEpRet")))
         ret = f"return {value:.1f}"
     count = f"epoch {len(rows)}/{run.epochs or '?'}"
-    return count, clock(time.monotonic() - run.began), ret
+    return count, tqdm.format_interval(time.monotonic() - run.began), ret
 
 
 def count_words(runs):
@@ -275,19 +264,11 @@ def ended_line(run, runs):
     return f"{'  '.join(filter(None, words))}  [{count_words(runs)}]"
 
 
-def overview(name, runs, active):
-    """The runs at work, as a table for a terminal."""
-    table = Table(title=f"{name}: {count_words(runs)}", show_header=False, box=None)
-    for run in active:
-        table.add_row(run.directory.name.removeprefix(f"{name}_"), *progress_words(run))
-    return table
-
-
 def summary(runs, name, seconds):
     """What became of a sweep, as text; failed runs with the last lines of their logs."""
     counts = Counter(run.outcome for run in runs)
     parts = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
-    lines = [f"{name}: {len(runs)} runs, {parts}, in {clock(seconds)}"]
+    lines = [f"{name}: {len(runs)} runs, {parts}, in {tqdm.format_interval(seconds)}"]
     for run in runs:
         if not run.outcome.startswith(("finished", "interrupted", "not started")):
             lines += ["", f"{run.outcome}: {run.directory}{': ' * bool(run.detail)}{run.detail}"]

@@ -4,7 +4,7 @@
     python benchmark/speed.py pair ppo_tf1 ppo_torch        two scripts side by side
     python benchmark/speed.py sb3 ppo_torch                 against Stable-Baselines3's PPO
     python benchmark/speed.py sbx sac_torch --batch-size 256    against SBX's (JAX)
-    python benchmark/speed.py table                         the tables of benchmark/results/speed.md
+    python benchmark/speed.py table                         all rows of benchmark/results/speed.md
     python benchmark/speed.py table "sb3 ppo_torch --pairs 5"   this row of it
 
 A shared machine's speed drifts by the minute, so whatever is compared runs in turn, A B A B ...,
@@ -60,16 +60,6 @@ print("rate", (model.num_timesteps - before) / (time.perf_counter() - start))
 OFF_POLICY = {"train_freq": 1, "gradient_steps": 1, "learning_starts": 100}
 OFF_POLICY |= {"policy_kwargs": {"net_arch": [256, 256]}}
 
-# What `table` measures, as one would ask for it on the command line.
-SHORT = "--epochs 2 --pairs 2"  # a pair of off-policy runs takes more than a minute
-ROWS = [
-    *("sb3 ppo_torch", "sb3 ppo_torch --peer-switched"),
-    *(f"{peer} sac_torch --batch-size {n} {SHORT}" for n in (100, 256) for peer in PEERS),
-    *(f"sb3 {algo}_torch {SHORT}" for algo in ("td3", "ddpg")),
-    *(f"pair {algo}_tf1 {algo}_torch" for algo in ("vpg", "trpo", "ppo")),
-    *(f"pair {algo}_tf1 {algo}_torch {SHORT}" for algo in ("ddpg", "td3", "sac")),
-    *("ranks ppo_torch", f"ranks sac_torch {SHORT}"),
-]
 # Columns of the page. An earlier version of this program measured the last two.
 HEADER = ["speed.py", "first", "second", "ratio", "range", "ms/step", "env", "products"]
 DIGITS = {"first": 0, "second": 0, "ratio": 2, "ms/step": 3, "env": 3, "products": 3}
@@ -160,12 +150,13 @@ def page(table):
 
 
 def write_table(args, cpu):
-    """Measure ROWS, or the rows that were given, and write the page.
+    """Measure the rows that were given, or all that there are, and write the page.
 
     What was measured before, here or on another CPU, stays: it is in a CSV file beside the page.
     """
     numbers = Path(args.out).with_suffix(".csv")
-    for line in args.scripts or ROWS:
+    table = pd.read_csv(numbers)
+    for line in args.scripts or sorted(set(table["speed.py"])):
         print(line, flush=True)
         try:
             asked = parse_args(Args, line.split())
@@ -173,8 +164,7 @@ def write_table(args, cpu):
         except UsageError as e:
             print(e, file=sys.stderr)
             continue
-        old = [pd.read_csv(numbers)] if numbers.exists() else []
-        table = pd.concat([pd.DataFrame([{"speed.py": line, "cpu": cpu, **row}]), *old])
+        table = pd.concat([pd.DataFrame([{"speed.py": line, "cpu": cpu, **row}]), table])
         table = table.drop_duplicates(["speed.py", "cpu"])
         table.to_csv(numbers, index=False, float_format="%.5g")
         Path(args.out).write_text(page(table))
