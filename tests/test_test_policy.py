@@ -186,15 +186,13 @@ def test_discrete_actions_that_do_not_start_at_0(tmp_path, monkeypatch):
     """The policy counts from 0; what `load_env` returns shifts the action."""
     taken, real = [], gym.make
 
-    class Shifted(gym.Wrapper):
-        def step(self, action):
-            taken.append(action)
-            return self.env.step(action - 5)
+    def step(action):
+        taken.append(action)
+        return action - 5
 
     def make(*args, **kwargs):
-        env = Shifted(real(*args, **kwargs))
-        env.action_space = gym.spaces.Discrete(2, start=5)
-        return env
+        space = gym.spaces.Discrete(2, start=5)
+        return gym.wrappers.TransformAction(real(*args, **kwargs), step, space)
 
     monkeypatch.setattr(gym, "make", make)
     tp.main([str(write_run(tmp_path / "run", arrays([4, 2], "categorical"), "CartPole-v1"))])
