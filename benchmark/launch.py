@@ -221,7 +221,7 @@ def ended(run, code, stopping):
     while in_use(run) and time.monotonic() < deadline:
         time.sleep(POLL)
     word, detail = status(run)
-    if word in ("in use", "finished"):  # by another sweep, if this process was too late
+    if word in ("in use", "finished"):  # by another process, if this one came too late
         return word, detail
     if word == "interrupted" and (stopping or code in (128 + signal.SIGTERM, 128 + signal.SIGINT)):
         return word, ""
@@ -254,14 +254,11 @@ def progress_words(run):
     return count, tqdm.format_interval(time.monotonic() - run.began), ret
 
 
-def count_words(runs):
-    outcomes = Counter(run.outcome.split()[0] for run in runs)
-    return f"{outcomes['finished']} of {len(runs)} finished, {outcomes['failed']} failed"
-
-
 def ended_line(run, runs):
     words = [f"{run.outcome:<9} {run.directory}", *progress_words(run), run.detail]
-    return f"{'  '.join(filter(None, words))}  [{count_words(runs)}]"
+    n = Counter(run.outcome.split()[0] for run in runs)
+    counts = f"[{n['finished']} of {len(runs)} finished, {n['failed']} failed]"
+    return "  ".join(filter(None, [*words, counts]))
 
 
 def summary(runs, name, seconds):
