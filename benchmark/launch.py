@@ -161,10 +161,11 @@ def kill_tree(process):
 def run_all(runs, workers=1, retry_failed=False, name=""):
     """Run those of `runs` that are not finished, `workers` at a time, and set their outcomes.
 
+    A run that another process is at work on is waited for, and goes on here if it was interrupted.
     SIGINT and SIGTERM stop all of them at the end of their epochs, a second one at once; they can
     be resumed either way. Returns the first such signal, or None.
     """
-    todo = deque(run for run in runs if settle(run, retry_failed))
+    todo = deque(run for run in runs if settle(run, retry_failed) or run.outcome == "in use")
     free = core_shares(max(1, min(workers, len(todo))))
     active = {}  # run -> (its process, its cores)
     stops, handled, shown = [], 0, 0.0
@@ -173,18 +174,24 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
     tqdm.monitor_interval = 0  # a thread would make forking unsafe
     bar = tqdm(total=len(todo), unit="run", leave=False, disable=None)  # None: without a terminal
     say(f"{name}: {len(todo)} of {len(runs)} runs to do")
+    for run in todo:
+        if run.outcome == "in use":
+            say(f"in use    {run.directory}: waiting for the other process")
     try:
         while active or (todo and not stops):
-            while todo and free and not stops:
+            if todo and free and not stops:
                 run = todo.popleft()
                 run.began = time.monotonic()
-                if settle(run, retry_failed):  # another sweep may have taken it
+                if settle(run, retry_failed):
                     try:
                         process = start(run, free[0])
                         active[run] = process, free.pop(0)
                     except (OSError, ValueError) as e:
                         run.outcome, run.detail = "failed", str(e)
-                say(f"started   {run.directory}" if run in active else ended_line(run, runs))
+                if run.outcome == "in use":
+                    todo.append(run)  # to be looked at again
+                else:
+                    say(f"started   {run.directory}" if run in active else ended_line(run, runs))
 
             # mpirun hands the first signal on to all ranks; the second kills them.
             if len(stops) > handled:
@@ -199,6 +206,9 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
                     del active[run]
                     free.append(cores)
                     run.outcome, run.detail = ended(run, process.returncode, bool(stops))
+                    if run.outcome == "in use":  # another process was faster
+                        todo.append(run)
+                        continue
                     say(ended_line(run, runs))
                     bar.update()
             if not bar.disable and time.monotonic() - shown > REFRESH:
@@ -218,7 +228,7 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
 def ended(run, code, stopping):
     """(outcome, detail) of a run whose process has ended."""
     deadline = time.monotonic() + 5  # ranks of an mpirun that was just killed may be at work
-    while in_use(run) and time.monotonic() < deadline:
+    while code != 2 and in_use(run) and time.monotonic() < deadline:
         time.sleep(POLL)
     word, detail = status(run)
     if word in ("in use", "finished"):  # by another process, if this one came too late

@@ -328,25 +328,19 @@ def test_ranks_and_cores(main, tmp_path, monkeypatch):
 
 
 def test_two_sweeps_at_once_share_the_runs(tmp_path):
-    """Neither disturbs what the other is at work on, nor calls it failed."""
-    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1, 2, 3]\nepoch_seconds = 0.3")
-    both = [start_grid(tmp_path, sweep) for _ in range(2)]
-    texts = [process.communicate(timeout=120)[0] for process in both]
-    assert all(", 0 failed]" in text and "exit code" not in text for text in texts), texts
-    for seed in range(4):
-        directory = tmp_path / f"data/sweep/sweep_s{seed}"
-        assert returns(directory) == [100 * seed + k for k in (1, 2, 3)]
-
-
-def test_a_run_that_another_process_is_at_work_on_is_left(main, tmp_path):
-    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1]")
-    directory = tmp_path / "data/sweep/sweep_s1"
-    directory.mkdir(parents=True)
-    with open(directory / ".lock", "a") as lock:
+    """Both wait for what another process is at work on. Neither starts it, nor calls it failed."""
+    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1, 2]\nepoch_seconds = 0.3")
+    runs = [tmp_path / f"data/sweep/sweep_s{seed}" for seed in range(3)]
+    runs[2].mkdir(parents=True)
+    with open(runs[2] / ".lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        code, out, _ = main(sweep)
-    assert code == 1 and "1 finished, 1 in use, in" in out and not returns(directory)
-    assert main(sweep)[0] == 0
+        both = [start_grid(tmp_path, sweep) for _ in range(2)]
+        wait_for(lambda: len(returns(runs[1])) == 3)
+        assert not (runs[2] / "launch.log").exists()
+    texts = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0], texts
+    assert all("in use    " in text for text in texts)
+    assert [returns(run) for run in runs] == [[100 * s + k for k in (1, 2, 3)] for s in range(3)]
 
 
 def test_spaces_other_letters_and_a_closed_pipe(tmp_path):
