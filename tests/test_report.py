@@ -38,7 +38,7 @@ def read(results):
 def test_collect_takes_runs_in_and_replaces_them(tmp_path):
     data, results = tmp_path / "data", tmp_path / "results"
     results.mkdir()
-    write_run(data, 0, [1.5, np.nan, 3])
+    write_run(data, 0, [1.5, np.nan, 3], epochs=7, anneal_lr=False)
     write_run(data, 1, [4, 5], env="Ant-v4", versions=VERSIONS, norm_obs=True, norm_rew=True)
     off_policy = {"hidden_sizes": [256, 256], "activation": "relu", "gamma": 0.9, "ranks": 2}
     write_run(data, 2, [7], "sac_tf1.py", **off_policy)
@@ -48,11 +48,11 @@ def test_collect_takes_runs_in_and_replaces_them(tmp_path):
     assert runs.commit.tolist() == ["12e4567890"] * 3
     assert runs[columns].to_numpy().tolist() == [
         [runs.run[0], "normalised", "B", 1, 1, 8000, "--hidden-sizes 64 32 --norm-obs --norm-rew"],
-        ["ppo_torch_Hopper-v4_s0", "plain", "unknown", 0, 1, 12000, "--hidden-sizes 64 32"],
+        [runs.run[1], "plain", "unknown", 0, 1, 12000, "--hidden-sizes 64 32 --epochs 7"],
         [runs.run[2], "--gamma 0.9 --num-cpu 2", "unknown", 2, 2, 4000, "--gamma 0.9"],
     ]
-    names = ["ppo_torch_Ant-v4_normalised_s1", "sac_tf1_Hopper-v4_gamma-0-9-num-cpu-2_s2"]
-    assert runs.run[[0, 2]].tolist() == names
+    names = ["ppo_torch_Ant-v4_normalised_s1", "ppo_torch_Hopper-v4_s0"]
+    assert runs.run.tolist() == [*names, "sac_tf1_Hopper-v4_gamma-0-9-num-cpu-2_s2"]
     assert runs.versions[0] == "numpy 2" and runs.seconds.tolist() == [4, 6, 2]
     hopper = curves[curves.run == "ppo_torch_Hopper-v4_s0"]
     assert hopper[["steps", "return"]].to_numpy().tolist() == [[4000, 1.5], [12000, 3]]
@@ -69,14 +69,6 @@ def test_collect_takes_runs_in_and_replaces_them(tmp_path):
     assert curves[curves.run == "ppo_torch_Hopper-v4_s0"]["return"].tolist() == [8, 9, 10, 11]
     with pytest.raises(ValueError, match="starts with it"):
         report.collect([str(tmp_path / "nothing")], results)
-
-
-def test_settings_in_words():
-    config = {**PLAIN, "script": "ppo_torch.py", "exp_name": "benchmark_on_policy_x", "ranks": 1}
-    assert report.settings_of({**config, "epochs": 7, "compile": True}) == "plain"
-    assert report.settings_of({**config, "norm_obs": True}) == "--norm-obs"
-    assert report.settings_of({**config, "hidden_sizes": [8, 9]}) == "--hidden-sizes 8 9"
-    assert report.settings_of({**config, "exp_name": "strong_ppo_x", "lam": 0.95}) == "strong"
 
 
 def test_long_runs_are_thinned_to_means(tmp_path):
