@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CALL = Path(__file__).with_name("call.py")
 # Flags that [params] cannot set: grid.py does, from the top of the sweep or by itself.
 RESERVED = ("exp_name", "data_dir", "num_cpu", "datestamp", "resume", "overwrite")
+# How a script makes its environment: which actions it takes is written there.
+MAKE_ENV = r"run\.make_env\(args\.env_id, args\.env_kwargs, \((.+?)\)(, bounded=True)?\)"
 
 
 def find(thunk):
@@ -55,14 +57,26 @@ def find(thunk):
 
 
 @functools.cache
-def check_env(env_id, env_kwargs="{}"):
-    """Make an environment, with arguments in JSON, and close it. UsageError if that fails."""
+def check_env(env_id, env_kwargs="{}", actions="", bounded=""):
+    """Make an environment and close it. UsageError if that fails.
+
+    Args:
+        env_kwargs: JSON.
+        actions, bounded: the groups of MAKE_ENV, if a script makes it so.
+    """
     import gymnasium
 
+    from common.run import make_env
+
     sys.path.append("")  # its package may be in the current directory, as for the scripts
+    kwargs, names = json.loads(env_kwargs), re.findall(r"\w+", actions)
+    classes = tuple(getattr(gymnasium.spaces, name) for name in names)
     try:
         with warnings.catch_warnings(action="ignore"):
-            gymnasium.make(env_id, **json.loads(env_kwargs)).close()
+            own = make_env(env_id, kwargs, classes, bool(bounded)) if classes else None
+            (own or gymnasium.make(env_id, **kwargs)).close()
+    except UsageError:
+        raise
     except Exception as e:  # a package may raise anything
         raise UsageError(f"cannot make {env_id}: {printable(e, 1000)}") from e
 
@@ -104,7 +118,7 @@ class Script:
 
     def __init__(self, path):
         self.path, self.name, self.label = Path(path), Path(path).stem, Path(path).name
-        self.Args, self.hints = read_args(self.path)
+        self.Args, self.hints, self.make_env = read_args(self.path)
 
     def takes(self, key):
         return key.split(":")[0] in self.hints
@@ -115,8 +129,9 @@ class Script:
             if name in RESERVED:
                 raise UsageError(f"{name} is no argument of a run: the sweep itself sets it")
         args = parse_args(self.Args, to_words(self.hints, params))
-        if "env_id" in params or "env_kwargs" in params:
-            check_env(args.env_id, json.dumps(getattr(args, "env_kwargs", {})))
+        if self.make_env or "env_id" in params or "env_kwargs" in params:
+            env_kwargs = json.dumps(getattr(args, "env_kwargs", {}))
+            check_env(args.env_id, env_kwargs, *(self.make_env or ()))
         return json.loads(json.dumps(dataclasses.asdict(args)))
 
     def command(self, own, params, directory, stamp):
@@ -127,9 +142,9 @@ class Script:
 
 
 def read_args(path):
-    """A script's `Args` and {field: type}. UsageError if it has none."""
+    """A script's (`Args`, {field: type}, groups of MAKE_ENV or None). UsageError if it has none."""
     try:
-        tree = ast.parse(read_text(path))
+        tree = ast.parse(text := read_text(path))
         known = {"common.args", *sys.stdlib_module_names}
         body = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module in known]
         body += [n for n in tree.body if isinstance(n, ast.Import) and n.names[0].name in known]
@@ -139,7 +154,8 @@ def read_args(path):
         module.__file__ = str(path)
         sys.modules[module.__name__] = module
         exec(compile(ast.Module(body, []), str(path), "exec"), vars(module))
-        return module.Args, typing.get_type_hints(module.Args)
+        found = re.search(MAKE_ENV, text)
+        return module.Args, typing.get_type_hints(module.Args), found and found.groups("")
     except Exception as e:  # it is code: anything may be wrong with it
         raise UsageError(f"cannot read the flags of {path}: {printable(e)}") from e
 

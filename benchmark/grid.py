@@ -187,9 +187,9 @@ class ExperimentGrid:
         """Run all variants.
 
         Args:
-            thunk: a script's path, a function or its "module:name", or a list of these. Functions
-                and their arguments are pickled by cloudpickle: lambdas, closures and functions of a
-                notebook work too.
+            thunk: a script's path, a function or its "module:name", or a list of these, or the key
+                of the grid whose values they are. Functions and their arguments are pickled by
+                cloudpickle: lambdas, closures and functions of a notebook work too.
             num_cpu: MPI ranks of each run; "auto" for as many as there are cores.
             data_dir: where the runs go; None for "data".
             datestamp: make new runs, with date and time in their directories' names.
@@ -243,8 +243,11 @@ def plan(sweep):
         raise UsageError(f"name: a letter or digit, then letters, digits, -_.(), got {grid.name!r}")
     check_args(sweep.options)
     scripts = sweep.script if isinstance(sweep.script, list) else [sweep.script]
+    by_key = [row for row in grid.rows if row[0] == sweep.script]
+    _, scripts, sh, _ = by_key[0] if by_key else (None, scripts, "", None)
     thunks = [flags.find(script) for script in scripts]
-    for key, *_ in grid.rows:
+    rows = [row for row in grid.rows if row not in by_key]
+    for key, *_ in rows:
         if not any(t.takes(key) for t in thunks):
             names = ", ".join(t.name for t in thunks)
             raise UsageError(f"params.{key}: no such argument in {names}")
@@ -252,8 +255,8 @@ def plan(sweep):
     runs = []
     for thunk in thunks:
         # Of several scripts, the script is the first thing that varies.
-        own = ExperimentGrid(grid.name + f"_{valid_str(thunk.name)}" * (len(thunks) > 1))
-        own.rows = [row for row in grid.rows if thunk.takes(row[0])]
+        own = ExperimentGrid(grid.name + f"_{sh}{valid_str(thunk.name)}" * (len(thunks) > 1))
+        own.rows = [row for row in rows if thunk.takes(row[0])]
         for variant in own.variants():
             try:
                 name = own.variant_name(variant)

@@ -259,7 +259,7 @@ def progress_words(run):
         with open(run.directory / "progress.txt", encoding="utf-8", errors="replace") as f:
             rows = list(csv.DictReader(f, delimiter="\t"))
         value = float(rows[-1].get("AverageTestEpRet", rows[-1].get("AverageEpRet")))
-        ret = f"return {value:.1f}"
+        ret = f"return {value:.1f}" if value == value else "no return: no episode ended"
     count = f"epoch {len(rows)}/{run.epochs or '?'}"
     return count, tqdm.format_interval(time.monotonic() - run.began), ret
 

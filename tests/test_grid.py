@@ -316,6 +316,38 @@ def test_ranks_and_cores(main, tmp_path, monkeypatch):
     assert sorted(map(len, shares)) == [2, 3, 3] and launch.core_shares(9)[8] == {0}
 
 
+def test_as_many_runs_at_a_time_as_there_are_workers(main, tmp_path, monkeypatch):
+    started, alive, start = [], [], launch.start
+
+    def count(*args):
+        started.append(start(*args))
+        alive.append(sum(process.poll() is None for process in started))
+        return started[-1]
+
+    monkeypatch.setattr(launch, "start", count)
+    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1, 2, 3]\nepochs = 1\nepoch_seconds = 1.5")
+    assert main(sweep, "--workers", 3)[0] == 0
+    assert alive[:3] == [1, 2, 3] and max(alive) == 3 and len(alive) == 4
+
+
+def test_the_reason_why_a_run_has_no_return_is_said(main):
+    text = FAKE.read_text().replace("100 * args.seed + epoch + 1", "float('nan')")
+    Path("long.py").write_text(text.replace("Path(__file__).resolve().parents[1]", f"'{ROOT}'"))
+    code, out, _ = main("long.py")
+    assert code == 0 and "no return: no episode ended" in out and "nan" not in out
+
+
+@pytest.mark.parametrize("more", [["--dry-run"], []])
+def test_an_environment_that_a_script_refuses_is_a_bad_sweep(main, more):
+    """Of all its runs, one is refused: nothing is started."""
+    words = [ROOT / "algos/ppo_torch.py", ROOT / "algos/sac_torch.py", "--env-id", "CartPole-v1"]
+    code, _, said = main(*words, *more)
+    text = "params: sac_torch: CartPole-v1 has Discrete actions; supported: Box\n"
+    assert (code, said) == (2, f"grid.py: error: {text}") and not os.listdir()
+    code, _, said = main(*words[1:2], "--env-kwargs:speed", "3", *more)
+    assert code == 2 and "cannot make HalfCheetah-v4" in said and "'speed'" in said
+
+
 def test_two_sweeps_at_once_share_the_runs(tmp_path):
     """Both wait for what another process is at work on. Neither starts it, nor calls it failed."""
     sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1, 2]\nepoch_seconds = 0.3")
@@ -458,6 +490,25 @@ def test_functions_that_cannot_be_run(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=word):
             grid.call_experiment("x", train, **kwargs)
     assert not os.listdir()
+
+
+def test_a_key_of_the_grid_holds_the_functions(tmp_path, monkeypatch):
+    """As in Spinning Up: `run("algo")`. Its value is in the names of the runs."""
+    monkeypatch.chdir(tmp_path)
+
+    def plain(x):
+        (tmp_path / f"plain{x}").touch()
+
+    def other(x):
+        (tmp_path / f"other{x}").touch()
+
+    g = grid.ExperimentGrid("g")
+    g.add("x", [1, 2])
+    g.add("algo", [plain, other])
+    assert g.run("algo")
+    names = {f"{function}{x}" for x in (1, 2) for function in ("plain", "other")}
+    assert {path.name for path in tmp_path.glob("[po]*")} == names
+    assert {*os.listdir("data")} == {f"g_alg{name[:-1]}_x{name[-1]}" for name in names}
 
 
 def test_scripts_from_python(tmp_path, monkeypatch):
