@@ -15,9 +15,7 @@ workers = 2
 env_id = "Pendulum-v1"
 epochs = 2
 steps_per_epoch = 600
-[params.compile]
-vals = false
-scripts = ["ddpg_*", "td3_*", "sac_*"]
+compile = false
 """
 
 
