@@ -333,7 +333,8 @@ def draw_figure(panels, xaxis, reference=False):
         ax.set_xlim(left, right if right > left else None)
         ax.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         ax.xaxis.set_major_formatter(step_label)
-        ax.set(title=curves[0].attrs["env"], xlabel=AXIS_LABELS.get(xaxis, xaxis))
+        title = textwrap.fill(curves[0].attrs["env"], int(10 * size[0] / columns))
+        ax.set(title=title, xlabel=AXIS_LABELS.get(xaxis, xaxis))
         ax.set_ylabel(" / ".join(dict.fromkeys(c.attrs["ylabel"] for c in curves)))
         handles |= {label: h for h, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     for ax in axes.flat[len(panels) :]:

@@ -8,9 +8,9 @@
 has one row for each run, curves.csv the points of its curve. A run replaces the one with the same
 script, environment, settings and seed.
 
-`--verify` starts the run of a row of runs.csv again, on one core, ends it after `--epochs`, and
-compares its returns with curves.csv. The exit code is 1 where the CPU and the versions are those of
-the row and the returns are not.
+`--verify` starts the run of a row of runs.csv again (a random one if none is named), on one core,
+ends it after `--epochs`, and compares its returns with curves.csv. The exit code is 1 where the CPU
+and the versions are those of the row and the returns are not.
 
 A table goes between two lines of a page, `<!-- results: NAME -->` and `<!-- results: end -->`; NAME
 is a key of `tables` in `make`. Returns are smoothed as the published curves are: each seed by
@@ -66,7 +66,7 @@ DASHES = {"torch": (0, (4, 1.5)), "tf1": (0, (1, 1))}  # of the published curves
 @dataclasses.dataclass
 class Args:
     collect: tuple[str, ...] = ()  # directories of runs, or prefixes of their names, to take in
-    verify: tuple[str, str, str] | None = None  # script, task and seed of a run to make again
+    verify: tuple[str, ...] | None = None  # script, task and seed of a run; none: any
     setting: str = "plain"  # of that run
     epochs: PosInt = 20  # of that run to make
 
@@ -160,13 +160,15 @@ def collect(logdirs, results=RESULTS):
 def verify(words, setting, epochs, results):
     """Make a run again for some epochs and compare it with its row; whether all is as it should be.
 
-    words: script, task and seed. Raises ValueError if there is no such row, or if its run fails.
+    words: script, task and seed; none of them for a random row. Raises ValueError if there is no
+    such row, or if its run fails.
     """
-    keys = results.runs[["script", "env", "seed", "settings"]].astype(str)
+    columns = [*["script", "env", "seed"][: len(words)], "settings"]
+    keys = results.runs[columns].astype(str)
     runs = results.runs[([*words, setting] == keys).all(axis=1)]
     if runs.empty:
         raise ValueError(f"runs.csv has no {setting} run of {' '.join(words)}")
-    row = runs.iloc[0]
+    row = runs.sample().iloc[0]
     command = [f"algos/{row.script}.py", "--env-id", row.env, "--seed", str(row.seed)]
     command += [*shlex.split(row.arguments), "--num-cpu", str(row.ranks)]
     print("python", shlex.join(command), flush=True)
@@ -576,7 +578,7 @@ def make(root=ROOT):
 def main(argv=None):
     try:
         args = parse_args(Args, argv)
-        if args.verify:
+        if args.verify is not None:
             sys.exit(not verify(args.verify, args.setting, args.epochs, Results()))
         if args.collect:
             print(f"collected {collect(args.collect)} runs")

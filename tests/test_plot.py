@@ -183,11 +183,14 @@ def test_a_published_curve_beyond_a_short_run_is_not_named(tmp_path, capsys):
     assert plot.reference_curve("ppo", "torch", "CartPole-v1") is None
 
 
-def test_a_published_curve_beside_several_has_the_colour_of_none(tmp_path):
+def test_a_published_curve_beside_several_and_a_long_title(tmp_path):
+    """It has the colour of none of them; the title is whole, in lines that fit."""
+    env = "a_package_with_a_long_name.environments:TheHopperOfALongSeriesOfExperiments/Hopper-v4"
     for name in ("wide", "deep"):
-        write_run(tmp_path, name, 0, range(40))
+        write_run(tmp_path, name, 0, range(40), env)
     (ax,) = plot.make_plots([str(tmp_path)], reference=True).axes
     assert len({line.get_color() for line in ax.lines}) == len(ax.lines) == 3
+    assert ax.get_title().replace("\n", "") == env and max(map(len, ax.get_title().split())) < 50
 
 
 def test_command_line_writes_figures_and_numbers(tmp_path):

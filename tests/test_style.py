@@ -210,8 +210,8 @@ LIMITS = {
     "common/ lines": 1149,
     "common/ tokens": 11579,
     "common/ files": 8,
-    "benchmark/ lines": 1670,
-    "tests/ lines": 4654,
+    "benchmark/ lines": 1673,
+    "tests/ lines": 4655,
     "names from common/": 10,
     "tf1 longer than torch": 14,
 }
