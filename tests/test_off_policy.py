@@ -45,6 +45,24 @@ def test_log_prob_where_tanh_saturates(name):
     np.testing.assert_allclose(actions, np.tanh(np.exp(2) * np.array(noise)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["sac_torch", "sac_tf1"])
+def test_loss_of_alpha_by_hand(name):
+    """Going down, it raises log alpha by the mean of log pi + target: the entropy is too low."""
+    module, logp, log_alpha = load_script(name), np.float32([-1, 2, 5]), np.float32(0.5)
+    if name.endswith("torch"):
+        x, logp = torch.tensor(log_alpha, requires_grad=True), torch.tensor(logp)
+        loss = module.compute_loss_alpha(x, logp.requires_grad_(), -1)
+        gradient, through = torch.autograd.grad(loss, [x, logp], allow_unused=True)
+        loss = loss.item()
+    else:
+        sess, tf = mpi_tf1.setup(), mpi_tf1.tf
+        x, logp = tf.constant(log_alpha), tf.constant(logp)
+        loss = module.compute_loss_alpha(x, logp, -1)
+        gradient, through = tf.gradients(loss, [x, logp])
+        loss, gradient = sess.run([loss, gradient])
+    assert loss == pytest.approx(-0.5) and gradient == pytest.approx(-1) and through is None
+
+
 def train(name, tmp_path, **flags):
     module = load_script(name)
     flags |= {"compile": False} if name.endswith("torch") else {}

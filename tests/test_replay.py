@@ -165,10 +165,10 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("framework", ["torch", "tf1"])
-def test_two_ranks(framework, tmp_path):
+@pytest.mark.parametrize("which", ["torch", "tf1", slow("vpg_torch"), slow("trpo_torch")])
+def test_two_ranks(which, tmp_path):
     """Each with an environment and random numbers of its own; all statistics over both."""
-    names = [name for name in SCRIPTS if name.endswith(framework)]
+    names = [name for name in SCRIPTS if name.endswith(which)]
     mpi(tmp_path, RANKS, 2, *names, cwd=tmp_path)
     for name in names:
         _, args = arguments(name, tmp_path, 2)

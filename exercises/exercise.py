@@ -1,0 +1,305 @@
+"""Exercises: write a function of an algorithm yourself, or find the one wrong line of a script.
+
+    python exercises/exercise.py                   list them: what is done, what is next
+    python exercises/exercise.py start gae         write my_exercises/gae.py, to be completed
+    python exercises/exercise.py check gae         run the project's tests on it, in seconds
+    python exercises/exercise.py check gae --train train it on a small task after that
+    python exercises/exercise.py check gae --hint  a hint; the next time, a second one
+    python exercises/exercise.py curve bug-truncation  train original and yours, draw both
+
+README.md beside this file has the course. The exercises are made from the scripts in algos/ when
+they are started: exercises.toml says which functions are taken out, and tests/bugs.toml which lines
+are changed. The solutions are the scripts.
+"""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from common import UsageError
+from common.args import PosInt, parse_args
+
+MINE = ROOT / "my_exercises"
+ALGORITHMS = ["vpg", "ppo", "trpo", "ddpg", "td3", "sac"]  # the order of the course
+TO_DO = "your code goes here"
+
+
+@dataclass
+class Args:
+    command: Positional[Literal["list", "start", "check", "curve"]] = "list"  # what to do
+    name: Positional[str] = ""  # an exercise
+    hint: bool = False  # check: give a hint in place of running the tests
+    train: bool = False  # check: after the tests, train on a small task
+    limit: PosInt = 120  # check: seconds after which the tests are stopped
+
+
+# The exercises ------------------------------------------------------------------------------------
+
+
+def exercises():
+    """{name: exercise} in the order of the course. An exercise is a dict:
+
+    name, script, about, minutes, hints [2], tests [...]; of functions to be written `function` and
+    perhaps `statement`, see exercises.toml; of bugs `old`, `new`, `source`, perhaps `curve`.
+    """
+    found = tomllib.loads((ROOT / "exercises" / "exercises.toml").read_text())["exercise"]
+    for bug in tomllib.loads((ROOT / "tests" / "bugs.toml").read_text())["bug"]:
+        if "exercise" in bug:
+            scripts = [Path(file).stem for file in bug["files"]]
+            script = next((s for s in scripts if s in bug["test"]), scripts[0])
+            more = {"name": bug["exercise"], "script": script, "tests": [bug["test"]]}
+            more |= {"hints": [bug["seen"], bug["hint"]], "minutes": 20}
+            found.append({**bug, **more, "about": "find the line that is wrong"})
+    found.sort(key=lambda e: (ALGORITHMS.index(e["script"].split("_")[0]), "old" in e))
+    return {e["name"]: e for e in found}
+
+
+def original(exercise):
+    return (ROOT / "algos" / f"{exercise['script']}.py").read_text()
+
+
+def unsolved(exercise):
+    """The script as the learner gets it. Raises ValueError if the exercise does not fit it."""
+    text = original(exercise)
+    if "old" in exercise:
+        if text.count(exercise["old"]) != 1:
+            raise ValueError(f"{exercise['name']}: its line is not in the script once")
+        return text.replace(exercise["old"], exercise["new"])
+    lines, node = text.splitlines(keepends=True), ast.parse(text)
+    for name in exercise["function"].split("."):
+        nodes = [n for n in ast.walk(node) if getattr(n, "name", None) == name]
+        if len(nodes) != 1:
+            raise ValueError(f"{exercise['name']}: no single {name} in the script")
+        (node,) = nodes
+    if statement := exercise.get("statement"):
+        nodes = [n for n in ast.walk(node) if isinstance(n, ast.stmt)]
+        nodes = [n for n in nodes if lines[n.lineno - 1].strip().startswith(statement)]
+        if len(nodes) != 1:
+            raise ValueError(f"{exercise['name']}: no single {statement} in the script")
+        start, end, indent = nodes[0].lineno - 1, nodes[0].end_lineno, nodes[0].col_offset
+    else:
+        docstring, *_, last = node.body
+        start, end, indent = docstring.end_lineno, last.end_lineno, last.col_offset
+    lines[start:end] = [f'{" " * indent}raise NotImplementedError("{TO_DO}")\n']
+    return "".join(lines)
+
+
+# The tests ----------------------------------------------------------------------------------------
+
+
+def judge(exercise, text, tests=None, limit=120):
+    """Run an exercise's tests, or others, on a solution, `text`.
+
+    Returns None if it is right, and otherwise why not, in a few lines.
+    """
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as e:
+        return f"Line {e.lineno} is no Python: {e.msg}."
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and TO_DO in ast.unparse(node):
+            return f"Line {node.lineno} is still to be written."
+    with tempfile.TemporaryDirectory() as folder:
+        copy, report = Path(folder, "copy"), Path(folder, "report.json")
+        left_out = shutil.ignore_patterns("results", "reference", "__pycache__")
+        for part in ("algos", "benchmark", "common", "exercises", "tests"):
+            shutil.copytree(ROOT / part, copy / part, ignore=left_out)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        (copy / "exercises" / "original.py").write_text(original(exercise))
+        (copy / "algos" / f"{exercise['script']}.py").write_text(text)
+        note = {"script": exercise["script"], "function": exercise.get("function", "")}
+        env = {**os.environ, "EXERCISE": json.dumps({**note, "report": str(report)})}
+        env |= {"PYTHONPATH": "exercises", "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", "", "--tb=no"]
+        command += ["-p", "explain", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp"]
+        command += ["-o", f"faulthandler_timeout={0.9 * limit}", *(tests or exercise["tests"])]
+        code, output = run_for(command, limit, cwd=copy, env=env)
+        if code == 0 and " passed" in output:
+            return None
+        if code is None:
+            where = re.search(rf'{exercise["script"]}\.py", line ([0-9]+) in (\w+)', output)
+            where = f", in line {where[1]}, in {where[2]}" if where else ""
+            return f"Still running after {limit} seconds: is there an endless loop{where}?"
+        if "needs TensorFlow" in output:
+            return "This exercise needs TensorFlow, which is not installed."
+        if not report.exists():
+            return f"The tests did not run:\n{output[-2000:]}"
+        return explanation(json.loads(report.read_text()))
+
+
+def run_for(command, limit, **options):
+    """Run a program. Returns (code, output); code is None if it was killed for its time."""
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        try:
+            output, _ = process.communicate(timeout=limit)
+            return process.returncode, output
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with all that it has started
+            return None, process.communicate()[0]
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+
+
+def explanation(report):
+    """What the plugin, explain.py, has noted, as text."""
+    where = f" (line {report['line']})" if report["line"] else ""
+    lines = [report["call"]] if report["call"] else [f"{report['said']}{where}"]
+    if report["doc"]:
+        lines.append(f'The test, {report["test"]}, says: "{report["doc"]}"')
+    return "\n".join(lines)
+
+
+# What the learner has done ------------------------------------------------------------------------
+
+
+def records(**changes):
+    """my_exercises/.progress.json, {"done": {name: hash of the file}, "hints": {name: number}}."""
+    path = MINE / ".progress.json"
+    found = json.loads(path.read_text()) if path.exists() else {"done": {}, "hints": {}}
+    for key, values in changes.items():
+        found[key] |= values
+    if changes:
+        path.write_text(json.dumps(found, indent=1))
+    return found
+
+
+def solution(name):
+    """The learner's file of an exercise."""
+    return MINE / f"{name}.py"
+
+
+def digest(name):
+    return hashlib.sha256(solution(name).read_bytes()).hexdigest()
+
+
+def state(name):
+    """ "done", as the file is now; "started", or ""."""
+    if not solution(name).exists():
+        return ""
+    return "done" if records()["done"].get(name) == digest(name) else "started"
+
+
+# Commands -----------------------------------------------------------------------------------------
+
+
+def show_list():
+    algorithm, following = None, None
+    for name, exercise in exercises().items():
+        found = state(name)
+        if (now := exercise["script"].split("_")[0]) != algorithm:
+            algorithm = now
+            print(f"\n{algorithm.upper()}")
+        following = following or (name if found != "done" else None)
+        print(f"  {found:8}{name:22} {exercise['minutes']:2} min  {exercise['about']}")
+    print(f"\nNext: python exercises/exercise.py start {following}" if following else "\nAll done.")
+
+
+def start(exercise):
+    path = solution(exercise["name"])
+    if path.exists():
+        raise UsageError(f"{path} exists; to start again, delete it first")
+    text = unsolved(exercise)
+    MINE.mkdir(exist_ok=True)
+    path.write_text(text)
+    print(f"wrote {path.relative_to(ROOT)}: algos/{exercise['script']}.py, ", end="")
+    if "old" in exercise:
+        print("with one mistake in it. `curve` shows what it does to a run, `check --hint` helps.")
+    else:
+        line = next(i for i, x in enumerate(text.splitlines(), 1) if TO_DO in x)
+        print(f"with line {line} still to be written: {exercise['about']}.")
+
+
+def check(exercise, train, limit):
+    """Judge the learner's file; returns whether it is right."""
+    name, text = exercise["name"], solution(exercise["name"]).read_text()
+    if wrong := judge(exercise, text, limit=limit):
+        print(f"{name} is not right yet.\n{wrong}")
+        return False
+    records(done={name: digest(name)})
+    print(f"{name} is right.")
+    if train:
+        on_policy = ALGORITHMS.index(exercise["script"].split("_")[0]) < 3
+        test, task = "tests/test_off_policy.py::test_learns_pendulum[{}]", "Pendulum-v1"
+        if on_policy:
+            test, task = "tests/test_on_policy.py::test_learns[{}-CartPole-v1]", "CartPole-v1"
+        print(f"Training on {task}, which takes about a minute ...", flush=True)
+        wrong = judge(exercise, text, [test.format(exercise["script"])], limit=10 * limit)
+        print(f"It has not solved {task}.\n{wrong}" if wrong else f"It has solved {task}.")
+        return not wrong
+    return True
+
+
+def hint(exercise):
+    given = records()["hints"].get(exercise["name"], 0)
+    print(exercise["hints"][min(given, 1)])
+    records(hints={exercise["name"]: given + 1})
+
+
+def curve(exercise):
+    """Train the original and the learner's file at the same time, and draw both."""
+    from benchmark.plot import make_plots
+
+    name, processes = exercise["name"], []
+    if "curve" not in exercise:
+        raise UsageError(f"{name} has no curve that would show anything; use check")
+    flags, columns = exercise["curve"]["flags"].split(), exercise["curve"].get("columns", [])
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    scripts = {"original": ROOT / "algos" / f"{exercise['script']}.py", "yours": solution(name)}
+    with tempfile.TemporaryDirectory() as folder:
+        print(f"Training both: {' '.join(flags)}; this takes about a minute ...", flush=True)
+        for i, (label, script) in enumerate(scripts.items()):
+            command = [sys.executable, script, *flags, "--data-dir", folder, "--exp-name", label]
+            process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+            if cores:  # one thread each, and a core if there are two
+                os.sched_setaffinity(process.pid, {cores[i % len(cores)]})
+            processes.append(process)
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            raise UsageError("a run has failed; its message is above")
+        picture, folders = MINE / f"{name}.png", [f"{folder}/{label}" for label in scripts]
+        make_plots(folders, legend=(*scripts,), value=("Performance", *columns), out=str(picture))
+    print(f"wrote {picture.relative_to(ROOT)}")
+
+
+def main(argv=None):
+    try:
+        args = parse_args(Args, argv)
+        if args.command == "list":
+            return show_list()
+        if args.name not in (known := exercises()):
+            raise UsageError(f"no exercise is called {args.name or 'nothing'}; `list` names them")
+        exercise = known[args.name]
+        if args.command == "start":
+            return start(exercise)
+        if not solution(args.name).exists():
+            raise UsageError(f"start it first: python exercises/exercise.py start {args.name}")
+        if args.command == "curve":
+            curve(exercise)
+        elif args.hint:
+            hint(exercise)
+        elif not check(exercise, args.train, args.limit):
+            sys.exit(1)
+    except UsageError as e:
+        print(f"exercise.py: {e}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
