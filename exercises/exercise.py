@@ -55,7 +55,7 @@ def exercises():
     """{name: exercise} in the order of the course. An exercise is a dict:
 
     name, script, about, minutes, hints [2], tests [...]; of functions to be written `function` and
-    perhaps `statement`, see exercises.toml; of bugs `old`, `new`, `source`, perhaps `curve`.
+    perhaps `statement`, see exercises.toml; of bugs what bugs.toml says.
     """
     found = tomllib.loads((ROOT / "exercises" / "exercises.toml").read_text())["exercise"]
     for bug in tomllib.loads((ROOT / "tests" / "bugs.toml").read_text())["bug"]:
@@ -77,9 +77,11 @@ def unsolved(exercise):
     """The script as the learner gets it. Raises ValueError if the exercise does not fit it."""
     text = original(exercise)
     if "old" in exercise:
-        if text.count(exercise["old"]) != 1:
-            raise ValueError(f"{exercise['name']}: its line is not in the script once")
-        return text.replace(exercise["old"], exercise["new"])
+        for old, new in [(exercise["old"], exercise["new"]), *exercise.get("also", [])]:
+            if text.count(old) != 1:
+                raise ValueError(f"{exercise['name']}: the script does not have once: {old}")
+            text = text.replace(old, new)
+        return text
     lines, node = text.splitlines(keepends=True), ast.parse(text)
     for name in exercise["function"].split("."):
         nodes = [n for n in ast.walk(node) if getattr(n, "name", None) == name]
@@ -127,7 +129,7 @@ def judge(exercise, text, tests=None, limit=120):
         env |= {"PYTHONPATH": "exercises", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", "", "--tb=no"]
         command += ["-p", "explain", "-p", "no:cacheprovider", f"--basetemp={folder}/tmp"]
-        command += ["-o", f"faulthandler_timeout={0.9 * limit}", *(tests or exercise["tests"])]
+        command += ["-o", f"faulthandler_timeout={0.5 * limit}", *(tests or exercise["tests"])]
         code, output = run_for(command, limit, cwd=copy, env=env)
         if code == 0 and " passed" in output:
             return None
@@ -218,7 +220,7 @@ def start(exercise):
     text = unsolved(exercise)
     MINE.mkdir(exist_ok=True)
     path.write_text(text)
-    print(f"wrote {path.relative_to(ROOT)}: algos/{exercise['script']}.py, ", end="")
+    print(f"wrote {path.relative_to(MINE.parent)}: algos/{exercise['script']}.py, ", end="")
     if "old" in exercise:
         print("with one mistake in it. `curve` shows what it does to a run, `check --hint` helps.")
     else:
@@ -259,7 +261,7 @@ def curve(exercise):
     name, processes = exercise["name"], []
     if "curve" not in exercise:
         raise UsageError(f"{name} has no curve that would show anything; use check")
-    flags, columns = exercise["curve"]["flags"].split(), exercise["curve"].get("columns", [])
+    flags, columns = exercise["curve"].split(), exercise.get("columns", [])
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     scripts = {"original": ROOT / "algos" / f"{exercise['script']}.py", "yours": solution(name)}
     with tempfile.TemporaryDirectory() as folder:
@@ -275,7 +277,7 @@ def curve(exercise):
             raise UsageError("a run has failed; its message is above")
         picture, folders = MINE / f"{name}.png", [f"{folder}/{label}" for label in scripts]
         make_plots(folders, legend=(*scripts,), value=("Performance", *columns), out=str(picture))
-    print(f"wrote {picture.relative_to(ROOT)}")
+    print(f"wrote {picture.relative_to(MINE.parent)}")
 
 
 def main(argv=None):

@@ -158,9 +158,9 @@ def said(error):
         return short(text.splitlines()[-1])
     if not isinstance(error, AssertionError):
         return short(f"{type(error).__name__}: {text.partition(chr(10))[0]}")
-    if rows := re.findall(r"^ *'?(\w+)'? *\| *(\S+) *\| *(\S+)", text, flags=re.M):
-        rows = [f"{key} is {a}, should be {b}" for key, a, b in rows if key != "Index"]
-        return short("; ".join(rows[:3]))
+    if rows := re.findall(r"^ *'?([A-Z]\w+)'? *\| *(\S+) *\| *(\S+)", text, flags=re.M):
+        rows = [(key, float(a), float(b)) for key, a, b in rows if key != "Index"]
+        return "; ".join(f"{key} is {a:.4g}, should be {b:.4g}" for key, a, b in rows[:3])
     if arrays := re.search(r"ACTUAL: (.*?)\n *DESIRED: (.*)", text, flags=re.S):
         a, b = (short(re.sub(r"\s+", " ", x), 80) for x in arrays.groups())
         return f"got {a}, should be {b}"

@@ -60,7 +60,7 @@ def assert_same_events(found, wanted):
         close = event == expected
         if event[0] == expected[0] == "step":
             close = np.allclose(event[1], expected[1], rtol=0, atol=1e-4)
-        assert close, f"event {i} is {event}, not {expected}"
+        assert close, f"call {i} of the environment is {event}, should be {expected}"
 
 
 def column(name, stats):
@@ -71,11 +71,11 @@ def column(name, stats):
     return kinds[kind](numbers) if len(numbers) else np.nan
 
 
-def assert_same_run(directory, wanted):
+def assert_same_run(directory, wanted, epochs=COMMON["epochs"]):
     """The table, and the policy after each epoch."""
     table = pd.read_csv(directory / "progress.txt", sep="\t").drop(columns="Time")
-    assert len(table) == len(wanted.stats)
-    for epoch, stats in enumerate(wanted.stats):
+    assert len(table) == epochs
+    for epoch, stats in enumerate(wanted.stats[:epochs]):
         assert {re.sub("^(Average|Std|Max|Min)", "", name) for name in table} >= stats.keys()
         expected = {name: column(name, stats) for name in table}
         assert dict(table.loc[epoch]) == pytest.approx(expected, rel=5e-5, abs=2e-5, nan_ok=True)
@@ -129,7 +129,7 @@ COMPILED = [slow(name, True) for name in OFF_POLICY if name.endswith("torch")]
 
 @pytest.mark.parametrize("name, compiled", [(name, False) for name in SCRIPTS] + COMPILED)
 def test_one_rank(name, compiled, tmp_path, monkeypatch):
-    """A run that crashes in its second epoch and is resumed is none the worse for it."""
+    """A run is that of the reference, also if it crashes in its second epoch and is resumed."""
     train, args = arguments(name, tmp_path, compile=compiled)
     wanted, directory = reference.run(name.split("_")[0], args, 1), run_dir(tmp_path, name, 40)
     middle = (wanted.marks[0] + wanted.marks[1]) // 2
@@ -137,6 +137,7 @@ def test_one_rank(name, compiled, tmp_path, monkeypatch):
     recorder.events.clear()
     with pytest.raises(ArithmeticError):
         train(args)
+    assert_same_run(directory, wanted, 1)
     assert_same_events(recorder.events, wanted.events[0][:middle])
     recorder.at_event.clear()
     recorder.events.clear()

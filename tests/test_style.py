@@ -253,7 +253,7 @@ DIFF_LIMITS = {
 def table():
     """[(what, how much, limit), ...]"""
     rows, lines = [], {}
-    for folder in ("common", "benchmark", "tests"):
+    for folder in ("common", "benchmark", "exercises", "tests"):
         paths = sorted((ROOT / folder).glob("*.py"))
         rows.append((f"{folder}/ lines", sum(len(code_lines(path)) for path in paths)))
         if folder == "common":
