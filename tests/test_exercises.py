@@ -5,7 +5,7 @@ import sys
 import tomllib
 
 import pytest
-from conftest import NO_TENSORFLOW, ROOT, SCRIPTS
+from conftest import NO_TENSORFLOW, ROOT
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import exercise as program
