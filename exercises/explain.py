@@ -1,109 +1,104 @@
 """What failed, in a line or two for a learner: pytest's plugin for `exercise.py check`.
 
-The tests alone say what is right. This only explains: the function to be written is compared, call
-by call, with the original's, and the first call with another result is noted; and so are the test
-that fails and the message of its assertion. EXERCISE in the environment is a JSON object with the
-`script`, the `function` ("" if there is none to compare), and the file to write the `report` to.
+The tests alone say what is right. This only explains: every call of the function to be written is
+repeated with the original's, and the first call with another result is noted; so are the test that
+fails and its message. EXERCISE in the environment is a JSON list: the script, the function ("" if
+there is none to compare), and the file to write.
 """
 
+import contextlib
 import copy
 import functools
-import importlib.util
 import inspect
 import json
 import os
 import re
+import textwrap
+import traceback
 from pathlib import Path
 
 import numpy as np
 
-ORIGINAL = Path(__file__).with_name("original.py")
-NOTE = json.loads(os.environ.get("EXERCISE", "{}"))
+SCRIPT, FUNCTION, REPORT = json.loads(os.environ["EXERCISE"])
+wrong_calls = []  # as text
 
 
 def pytest_sessionstart():
+    """Have the tests load a script whose function is watched."""
     import conftest
 
     load = conftest.load_script
 
     def load_and_watch(name):
         module = load(name)
-        if name == NOTE["script"] and NOTE["function"]:
-            spec = importlib.util.spec_from_file_location("original", ORIGINAL)
-            original = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(original)
-            watch(module, original, NOTE["function"])
+        if name == SCRIPT:
+            watch(module, load("original"), *FUNCTION.split("."))
         return module
 
     conftest.load_script = load_and_watch
 
 
-def watch(module, original, function):
-    """Replace a function or method of `module` by one that also notes the first wrong call."""
-    *owner, name = function.split(".")
-    for part in owner:
-        module, original = getattr(module, part), getattr(original, part)
-    if "." in function and not inspect.isclass(module):  # a function within a function
-        return
-    theirs, right = getattr(module, name), getattr(original, name)
+def watch(owner, original, name, *method):
+    """Note the first call of a function or method that differs from the original's."""
+    if method and inspect.isclass(getattr(owner, name)):
+        return watch(getattr(owner, name), getattr(original, name), *method)
+    if method or not name:  # a function within a function: nothing outside calls it
+        return None
+    theirs, right = getattr(owner, name), getattr(original, name)
 
     @functools.wraps(theirs)
     def watched(*args, **kwargs):
-        if "call" in NOTE:
-            return theirs(*args, **kwargs)
-        given = call_text(function, theirs, args, kwargs)
-        copies = [copied(x) for x in args]
-        try:
-            wanted = right(*copies, **{key: copied(x) for key, x in kwargs.items()})
-        except Exception:  # what it was given is wrong already
-            return theirs(*args, **kwargs)
+        given = inspect.signature(right).bind(*args, **kwargs).arguments
+        given = ", ".join(f"{key}={show(x)}" for key, x in given.items() if key != "self")
+        copies, more = [copied(x) for x in args], {key: copied(x) for key, x in kwargs.items()}
         found = theirs(*args, **kwargs)
-        wrong = difference("", found, wanted)
-        if owner and copies[0] is not args[0]:  # a buffer: what it has stored
-            mine, others = vars(args[0]), vars(copies[0])
-            wrong = wrong or next(
-                filter(None, (difference(f".{key}", mine.get(key), others[key]) for key in others)),
-                None,
-            )
-        if wrong:
-            NOTE["call"] = f"{given}\n{wrong}"
+        with contextlib.suppress(Exception):  # the original's, if what it is given is wrong already
+            wanted, outcome = results(right(*copies, **more), copies), results(found, args)
+            wrong = (difference(key, outcome.get(key), wanted[key]) for key in wanted)
+            if wrong := next(filter(None, wrong), None):
+                wrong_calls.append(f"{FUNCTION}({given})\n{wrong}")
         return found
 
-    setattr(module, name, watched)
+    setattr(owner, name, watched)
+
+
+def is_buffer(x):
+    return type(x).__name__.endswith("Buffer")
 
 
 def copied(x):
-    """Copies of arrays, generators and buffers, which calls change; anything else as it is."""
-    changes = isinstance(x, np.ndarray | np.random.Generator) or type(x).__name__.endswith("Buffer")
+    """Copies of what a call may change; anything else as it is."""
+    changes = isinstance(x, np.ndarray | np.random.Generator) or is_buffer(x)
     return copy.deepcopy(x) if changes else x
+
+
+def results(value, args):
+    """{name: value} of what a call has given and, in a buffer, stored."""
+    parts = dict(enumerate(value, 1)) if isinstance(value, tuple) else {"": value}
+    stored = vars(args[0]) if args and is_buffer(args[0]) else {}
+    return {f"result {key}".strip(): x for key, x in parts.items()} | stored
 
 
 def difference(name, found, wanted):
     """A sentence that says how a result differs from what it should be, or None."""
-    if isinstance(wanted, tuple | list) and isinstance(found, tuple | list):
-        if len(found) != len(wanted):
-            return f"result{name}: {len(found)} values instead of {len(wanted)}"
-        pairs = enumerate(zip(found, wanted, strict=True), 1)
-        parts = (difference(f"{name} {i}", *pair) for i, pair in pairs)
-        return next(filter(None, parts), None)
-    if hasattr(wanted, "graph"):  # of TensorFlow 1: a node, without a value
+    if hasattr(wanted, "graph"):  # of TensorFlow 1: a node, which has no value
         return None
-    name = name[1:] if name.startswith(".") else f"result{name}"
-    if found is None:
-        return f"{name}: None, should be {show(wanted)}"
+    if not is_array(wanted) or not is_array(found):
+        same = repr(found) == repr(wanted)
+        return None if same else f"{name} is {show(found)}, should be {show(wanted)}"
     a, b = array(found), array(wanted)
     if a.shape != b.shape:
-        return f"{name}: shape {list(a.shape)}, should be {list(b.shape)}"
-    if a.dtype == object or b.dtype.kind not in "fiub":
+        return f"{name} has shape {list(a.shape)}, should have {list(b.shape)}"
+    wrong = np.argwhere(~np.isclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True))
+    if not len(wrong):
         return None
-    wrong = ~np.isclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
-    if not wrong.any():
-        return None
-    text = f"{name}: {show(found)}, should be {show(wanted)}"
-    if a.size > 6:
-        at = tuple(map(int, np.argwhere(wrong)[0]))
-        text += f"; first wrong at {list(at)}: {a[at]:.4g}, should be {b[at]:.4g}"
-    return text
+    first = tuple(map(int, wrong[0]))
+    where = f"; first at {list(first)}: {a[first]:.4g}, should be {b[first]:.4g}"
+    return f"{name} is {show(a)}, should be {show(b)}" + where * (a.size > 6)
+
+
+def is_array(x):
+    return isinstance(x, np.ndarray | np.number | int | float) or hasattr(x, "detach")
 
 
 def array(x):
@@ -112,60 +107,38 @@ def array(x):
 
 def show(x):
     """A value in one short line."""
+    if isinstance(x, np.ndarray) or hasattr(x, "detach"):
+        text = np.array2string(array(x), precision=4, threshold=6, edgeitems=2, separator=", ")
+        text = re.sub(r"\s+", " ", text).replace("[ ", "[")
+        return text if array(x).size <= 6 else f"{text} of shape {list(x.shape)}"
     if isinstance(x, tuple | list):
         return f"({', '.join(map(show, x))})"
-    if hasattr(x, "detach") or isinstance(x, np.ndarray):
-        x = array(x)
-        text = np.array2string(x, precision=4, threshold=6, edgeitems=2, separator=", ")
-        text = re.sub(r"\s+", " ", text)
-        return text if x.size <= 6 else f"{text} of shape {list(x.shape)}"
-    if isinstance(x, int | float | str | bool | None):
-        return f"{x:.4g}" if isinstance(x, float) else repr(x)
-    return f"<{type(x).__name__}>"
-
-
-def call_text(function, theirs, args, kwargs):
-    """A call as one would write it, `self` left out."""
-    given = inspect.signature(theirs).bind(*args, **kwargs).arguments
-    return f"{function}({', '.join(f'{k}={show(x)}' for k, x in given.items() if k != 'self')})"
+    return repr(x) if isinstance(x, int | float | str | None) else f"<{type(x).__name__}>"
 
 
 def pytest_exception_interact(node, call):
-    """Write the report of the first failure."""
+    """Write the report: of the first failure, since pytest -x stops there."""
     error = call.excinfo.value
-    error = error.__cause__ or error if type(error).__name__ == "CollectError" else error
+    error = error.__cause__ or error  # of an import that failed
     doc = (inspect.getdoc(getattr(node, "function", None)) or "").partition("\n\n")[0]
-    report = {"test": node.name, "doc": " ".join(doc.split()), "call": NOTE.get("call")}
-    report |= {"said": said(error), "line": line_of(error)}
-    Path(NOTE["report"]).write_text(json.dumps(report))
-
-
-def line_of(error):
-    """The line of the script in which an error was raised, or None."""
-    text, trace = str(error), error.__traceback__
-    found = [int(x) for x in re.findall(rf'{NOTE["script"]}\.py", line ([0-9]+)', text)]
-    while trace:
-        if Path(trace.tb_frame.f_code.co_filename).stem == NOTE["script"]:
-            found.append(trace.tb_lineno)
-        trace = trace.tb_next
-    return found[-1] if found else None
+    text = "".join(traceback.format_exception(error))  # with that of a program it has run
+    lines = re.findall(rf'{SCRIPT}\.py", line ([0-9]+)', text)
+    wrong = [*wrong_calls, said(error) + (f" (line {lines[-1]})" if lines else "")]
+    doc = " ".join(doc.split())
+    Path(REPORT).write_text(f'{wrong[0]}\nThe test, {node.name}, says: "{doc}"')
 
 
 def said(error):
     """What an error says, in a line."""
     text = str(error).strip()
     if type(error).__name__ == "Failed":  # a program's output; its last line says why
-        return short(text.splitlines()[-1])
-    if not isinstance(error, AssertionError):
-        return short(f"{type(error).__name__}: {text.partition(chr(10))[0]}")
-    if rows := re.findall(r"^ *'?([A-Z]\w+)'? *\| *(\S+) *\| *(\S+)", text, flags=re.M):
+        text = text.splitlines()[-1]
+    elif not isinstance(error, AssertionError):
+        text = f"{type(error).__name__}: {text}"
+    elif rows := re.findall(r"^ *'?([A-Z]\w+)'? *\| *(\S+) *\| *(\S+)", text, flags=re.M):
         rows = [(key, float(a), float(b)) for key, a, b in rows if key != "Index"]
-        return "; ".join(f"{key} is {a:.4g}, should be {b:.4g}" for key, a, b in rows[:3])
-    if arrays := re.search(r"ACTUAL: (.*?)\n *DESIRED: (.*)", text, flags=re.S):
-        a, b = (short(re.sub(r"\s+", " ", x), 80) for x in arrays.groups())
-        return f"got {a}, should be {b}"
-    return short(text.partition("\n")[0].removeprefix("AssertionError: "))
-
-
-def short(text, width=200):
-    return text if len(text) <= width else text[: width - 4] + " ..."
+        text = "; ".join(f"{key} is {a:.4g}, should be {b:.4g}" for key, a, b in rows[:3])
+    elif arrays := re.search(r"ACTUAL: (.*?)\n *DESIRED: (.*)", text, flags=re.S):
+        a, b = (textwrap.shorten(x, 80) for x in arrays.groups())
+        text = f"got {a}, should be {b}"
+    return textwrap.shorten(text.partition("\n")[0].removeprefix("AssertionError: "), 250)

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 from conftest import PATH, ROOT, mpi, slow
 
-FOLDERS = ("algos", "benchmark", "common", "tests")
+FOLDERS = ("algos", "benchmark", "common", "exercises", "tests")
 PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 RESULTS = sorted((ROOT / "benchmark" / "results").glob("*.md"))
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
@@ -61,7 +61,8 @@ def test_flags_exist(page):
         names = {x.target.id for x in lines if isinstance(x, ast.AnnAssign)}
         return {flag.replace("_", "-") for name in names for flag in (name, f"no_{name}")}
 
-    known = fields([*ROOT.glob("algos/*.py"), *ROOT.glob("benchmark/*.py")]) | OTHER_FLAGS
+    folders = ("algos", "benchmark", "exercises")
+    known = fields(p for folder in folders for p in ROOT.glob(f"{folder}/*.py")) | OTHER_FLAGS
     for line in page.read_text().splitlines():
         if "python3 -m venv" in line or "ruff" in line:
             continue
@@ -141,7 +142,7 @@ def test_a_program_of_ones_own(tmp_path, number, directory):
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_commands_run_as_written(tmp_path, page):
     """One after another, in a copy, as a reader would: later ones use what earlier ones made."""
-    for folder in ("algos", "benchmark", "common", "sweeps"):
+    for folder in (*FOLDERS, "sweeps"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     shutil.copy(PAGES[0], tmp_path)
     for sweep in (tmp_path / "sweeps").glob("*.toml"):
