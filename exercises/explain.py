@@ -109,7 +109,7 @@ def show(x):
     """A value in one short line."""
     if isinstance(x, np.ndarray) or hasattr(x, "detach"):
         text = np.array2string(array(x), precision=4, threshold=6, edgeitems=2, separator=", ")
-        text = re.sub(r"\s+", " ", text).replace("[ ", "[")
+        text = re.sub(r"(?<=\[)\s+|\s+(?=[],])", "", re.sub(r"\s+", " ", text))
         return text if array(x).size <= 6 else f"{text} of shape {list(x.shape)}"
     if isinstance(x, tuple | list):
         return f"({', '.join(map(show, x))})"
