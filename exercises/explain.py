@@ -21,6 +21,7 @@ import numpy as np
 
 SCRIPT, FUNCTION, REPORT = json.loads(os.environ["EXERCISE"])
 wrong_calls = []  # as text
+BUFFERS = ("GAEBuffer", "ReplayBuffer")
 
 
 def pytest_sessionstart():
@@ -62,20 +63,16 @@ def watch(owner, original, name, *method):
     setattr(owner, name, watched)
 
 
-def is_buffer(x):
-    return type(x).__name__.endswith("Buffer")
-
-
 def copied(x):
     """Copies of what a call may change; anything else as it is."""
-    changes = isinstance(x, np.ndarray | np.random.Generator) or is_buffer(x)
+    changes = isinstance(x, np.ndarray | np.random.Generator) or type(x).__name__ in BUFFERS
     return copy.deepcopy(x) if changes else x
 
 
 def results(value, args):
     """{name: value} of what a call has given and, in a buffer, stored."""
     parts = dict(enumerate(value, 1)) if isinstance(value, tuple) else {"": value}
-    stored = vars(args[0]) if args and is_buffer(args[0]) else {}
+    stored = vars(args[0]) if args and type(args[0]).__name__ in BUFFERS else {}
     return {f"result {key}".strip(): x for key, x in parts.items()} | stored
 
 
