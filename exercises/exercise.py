@@ -243,7 +243,7 @@ def curve(exercise):
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     scripts = {"original": ROOT / "algos" / f"{exercise['script']}.py", "yours": solution(name)}
     with tempfile.TemporaryDirectory() as folder:
-        print(f"Training both: {' '.join(flags)}; this takes about a minute ...", flush=True)
+        print(f"Training both: {' '.join(flags)}; this takes a minute or two ...", flush=True)
         for i, (label, script) in enumerate(scripts.items()):
             command = [sys.executable, script, *flags, "--data-dir", folder, "--exp-name", label]
             processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
