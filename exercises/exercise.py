@@ -64,7 +64,7 @@ def exercises():
             script = next((s for s in scripts if s in bug["test"]), scripts[0])
             more = {"name": bug["exercise"], "script": script, "tests": [bug["test"]]}
             more |= {"hints": [bug["seen"], bug["hint"]], "minutes": 20}
-            found.append({**bug, **more, "about": "find the line that is wrong"})
+            found.append({**bug, **more, "about": "find what is wrong"})
     found.sort(key=lambda e: (ALGORITHMS.index(e["script"].split("_")[0]), "old" in e))
     return {e["name"]: e for e in found}
 

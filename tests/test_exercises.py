@@ -14,9 +14,10 @@ ALL = program.exercises()
 
 
 def judge(exercise, text, *tests, **options):
-    if NO_TENSORFLOW:
+    said = program.judge(exercise, text, tests or None, **options)
+    if NO_TENSORFLOW and "needs TensorFlow" in (said or ""):
         pytest.skip("needs TensorFlow")
-    return program.judge(exercise, text, tests or None, **options)
+    return said
 
 
 def test_exercises_fit_the_scripts():
@@ -49,8 +50,6 @@ def learner(tmp_path, monkeypatch):
 
 def test_a_learners_way(learner, capsys):
     """Start, a hint, a wrong answer, a right one, and an edit after it."""
-    if NO_TENSORFLOW:
-        pytest.skip("needs TensorFlow")
     learner("start policy-gradient")
     path = program.solution("policy-gradient")
     stub = path.read_text()
@@ -104,8 +103,8 @@ def test_files_that_cannot_run():
     said = judge(exercise, stub.replace(line, "return logp @ advantages"))
     assert f"NameError: name 'advantages' is not defined (line {number})" in said
     assert len(said.splitlines()) == 2
-    said = judge(exercise, stub.replace(line, "while True:\n        pass"), limit=20)
-    assert said.startswith("Still running after 20 seconds: is there an endless loop")
+    said = judge(exercise, stub.replace(line, "while True:\n        pass"), limit=12)
+    assert said.startswith("Still running after 12 seconds: is there an endless loop")
 
 
 @pytest.mark.parametrize("words", ["start nothing", "check gae", "curve gae", "start", "stop gae"])
