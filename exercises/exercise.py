@@ -131,8 +131,9 @@ def judge(exercise, text, tests=None, limit=120):
             return None
         if code is None:
             where = re.search(rf'{exercise["script"]}\.py", line ([0-9]+) in (\w+)', output)
-            where = f", in line {where[1]}, in {where[2]}" if where else ""
-            return f"Still running after {limit} seconds: is there an endless loop{where}?"
+            where = f" in line {where[1]}, in {where[2]}" if where else ""
+            told = f"Still running after {limit} seconds{where}. Is there an endless loop?"
+            return f"{told} On a busy machine, try --limit {5 * limit}."
         if "needs TensorFlow" in output:
             return "This exercise needs TensorFlow, which is not installed."
         return report.read_text() if report.exists() else f"No test ran:\n{output[-2000:]}"

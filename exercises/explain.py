@@ -132,7 +132,7 @@ def said(error):
         text = f"{type(error).__name__}: {text}"
     elif rows := re.findall(r"^ *'?([A-Z]\w+)'? *\| *(\S+) *\| *(\S+)", text, flags=re.M):
         rows = [(key, float(a), float(b)) for key, a, b in rows if key != "Index"]
-        text = "; ".join(f"{key} is {a:.4g}, should be {b:.4g}" for key, a, b in rows[:3])
+        text = "; ".join(f"{key} is {a:.6g}, should be {b:.6g}" for key, a, b in rows[:3])
     elif arrays := re.search(r"ACTUAL: (.*?)\n *DESIRED: (.*)", text, flags=re.S):
         a, b = (textwrap.shorten(x, 80) for x in arrays.groups())
         text = f"got {a}, should be {b}"

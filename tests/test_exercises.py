@@ -13,8 +13,8 @@ import exercise as program
 ALL = program.exercises()
 
 
-def judge(exercise, text, *tests, **options):
-    said = program.judge(exercise, text, tests or None, **options)
+def judge(exercise, text, *tests, limit=600):
+    said = program.judge(exercise, text, tests or None, limit)
     if NO_TENSORFLOW and "needs TensorFlow" in (said or ""):
         pytest.skip("needs TensorFlow")
     return said
@@ -64,13 +64,13 @@ def test_a_learners_way(learner, capsys):
     line = f'raise NotImplementedError("{program.TO_DO}")'
     path.write_text(stub.replace(line, "return (logp * adv).mean()"))
     with pytest.raises(SystemExit, match="1"):
-        learner("check policy-gradient")
+        learner("check policy-gradient --limit 600")
     said = capsys.readouterr().out
     assert "policy-gradient is not right yet" in said and "compute_loss_pi(logp=[" in said
     assert ", should be -" in said and "Traceback" not in said and len(said.splitlines()) <= 4
 
     path.write_text(stub.replace(line, "return -(adv * logp).sum() / len(adv)"))
-    learner("check policy-gradient")
+    learner("check policy-gradient --limit 600")
     assert capsys.readouterr().out == "policy-gradient is right.\n"
     learner("list")
     assert "done    policy-gradient " in capsys.readouterr().out
@@ -104,7 +104,7 @@ def test_files_that_cannot_run():
     assert f"NameError: name 'advantages' is not defined (line {number})" in said
     assert len(said.splitlines()) == 2
     said = judge(exercise, stub.replace(line, "while True:\n        pass"), limit=12)
-    assert said.startswith("Still running after 12 seconds: is there an endless loop")
+    assert said.startswith("Still running after 12 seconds")
 
 
 @pytest.mark.parametrize("words", ["start nothing", "check gae", "curve gae", "start", "stop gae"])
@@ -137,5 +137,5 @@ def test_an_unsolved_exercise_is_wrong(exercise):
 def test_training_after_the_tests(learner, capsys):
     learner("start policy-gradient")
     program.solution("policy-gradient").write_text(program.original(ALL["policy-gradient"]))
-    learner("check policy-gradient --train")
+    learner("check policy-gradient --train --limit 600")
     assert "It has solved CartPole-v1." in capsys.readouterr().out
