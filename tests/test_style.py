@@ -211,7 +211,8 @@ LIMITS = {
     "common/ tokens": 11579,
     "common/ files": 8,
     "benchmark/ lines": 1673,
-    "tests/ lines": 4655,
+    "exercises/ lines": 300,
+    "tests/ lines": 4780,
     "names from common/": 10,
     "tf1 longer than torch": 14,
 }
