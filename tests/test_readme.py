@@ -106,7 +106,7 @@ def shortened(command):
     return command
 
 
-@pytest.mark.parametrize("words, code", [("sshd", 0), ("sshd compiler", 1)])
+@pytest.mark.parametrize("words, code", [("Slurm", 0), ("Slurm compiler", 1)])
 def test_nothing_is_skipped_for_want_of_what_ci_requires(tmp_path, words, code):
     skipped = "import conftest\ndef test():\n    conftest.needs_compiler()"
     (tmp_path / "test_skipped.py").write_text(skipped)
