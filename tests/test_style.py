@@ -212,7 +212,7 @@ LIMITS = {
     "common/ files": 8,
     "benchmark/ lines": 1673,
     "exercises/ lines": 300,
-    "tests/ lines": 4780,
+    "tests/ lines": 4783,
     "names from common/": 10,
     "tf1 longer than torch": 14,
 }
