@@ -317,8 +317,6 @@ def train(args):
     pi_lr = tf.get_variable("pi_lr", initializer=np.float64(args.pi_lr), trainable=False)
     pi_optimizer = mpi_tf1.Adam(pi_lr, name="pi_optimizer")
     vf_optimizer = mpi_tf1.Adam(args.vf_lr, name="vf_optimizer")
-    n_pi, n_v = (sum(p.shape.num_elements() for p in params) for params in (pi_vars, v_vars))
-    logger.log(f"Number of parameters: pi {n_pi}, v {n_v}")
     buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch)
 
     # The graph: losses on the experience in the buffer, and the steps that lower them.
@@ -337,7 +335,6 @@ def train(args):
         pi_grads = pi_optimizer.compute_gradients(loss_pi_op, pi_vars)
     train_pi = tf.cond(too_far, tf.no_op, lambda: pi_optimizer.apply_gradients(pi_grads))
     train_v = vf_optimizer.minimize(loss_v_op, v_vars)
-    outputs = {**ac.pi.outputs(obs_ph), "v": v_obs}
     sess.run(tf.global_variables_initializer())
     sess.run(mpi_tf1.sync_all_params())
 
@@ -386,15 +383,14 @@ def train(args):
 
     # Resume: an epoch starts from a reset and draws random numbers of its own, so this is all there
     # is to restore.
-    logger.setup_tf_saver(sess, {"obs": obs_ph}, outputs)
+    logger.setup_tf_saver(sess, {"obs": obs_ph}, {**ac.pi.outputs(obs_ph), "v": v_obs})
     state = {"networks": mpi_tf1.State(sess), "env": env}
 
     # Main loop: each epoch gathers experience with a fixed policy, then improves it.
     for epoch in range(logger.load_state(state), args.epochs):
         rng = mpi.make_rng(args.seed, "rollout", mpi.proc_id(), epoch)
         policy = export_policy()
-        o, _ = env.reset(seed=int(rng.integers(2**31)))
-        ep_ret, ep_len = 0.0, 0
+        (o, _), ep_ret, ep_len = env.reset(seed=int(rng.integers(2**31))), 0.0, 0
 
         for t in logger.progress(local_steps_per_epoch):
             a = get_action(policy, o, rng)
@@ -408,8 +404,7 @@ def train(args):
                 buf.finish_path(o, terminated)
             if ended:
                 logger.store(EpRet=ep_ret, EpLen=ep_len)
-                o, _ = env.reset()
-                ep_ret, ep_len = 0.0, 0
+                (o, _), ep_ret, ep_len = env.reset(), 0.0, 0
             elif cut:
                 logger.store(CutEpRet=ep_ret)
 
@@ -418,14 +413,11 @@ def train(args):
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)
-        logger.log_tabular("EpRet", with_min_and_max=True)
-        for key in ("CutEpRet", "EpLen"):
-            logger.log_tabular(key, average_only=True)
-        logger.log_tabular("VVals", with_min_and_max=True)
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
-        for key in ("LossPi", "LossV", "DeltaLossPi", "DeltaLossV", "Entropy", "KL"):
-            logger.log_tabular(key, average_only=True)
-        for key in ("ClipFrac", "StopIter"):
+        for key in ("EpRet", "VVals"):
+            logger.log_tabular(key, with_min_and_max=True)
+        keys = "CutEpRet", "EpLen", "LossPi", "LossV", "DeltaLossPi", "DeltaLossV", "Entropy", "KL"
+        for key in [*keys, "ClipFrac", "StopIter"]:
             logger.log_tabular(key, average_only=True)
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()

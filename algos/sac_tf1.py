@@ -42,7 +42,7 @@ class Args:
     seed: NonNegInt = 0  # random seed; every rank and every epoch draws numbers of its own
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
-    save_freq: PosInt = 1  # epochs between checkpoints
+    save_freq: PosInt = 10  # epochs between checkpoints
     snapshots: bool = False  # keep the policy of every save, and the best so far
     num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
     resume: bool | str = False  # continue the run in the directory; or in DIR, with its arguments
@@ -205,8 +205,7 @@ class ReplayBuffer:
 def compute_backup(ac, ac_targ, rew, obs2, done, noise, alpha, gamma):
     """y = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s')), [B]; a' ~ pi(.|s')."""
     act2, logp_act2 = ac.pi(obs2, noise)
-    q1_targ, q2_targ = ac_targ.q(obs2, act2)
-    q_targ = tf.minimum(q1_targ, q2_targ)
+    q_targ = tf.minimum(*ac_targ.q(obs2, act2))
     return tf.stop_gradient(rew + gamma * (1 - done) * (q_targ - alpha * logp_act2))
 
 
@@ -259,8 +258,6 @@ def train(args):
     if auto_alpha:
         log_alpha = tf.get_variable("log_alpha", initializer=np.float32(0))
         alpha_optimizer = mpi_tf1.Adam(args.lr, name="alpha_optimizer")
-    n_pi, n_q = (sum(p.shape.num_elements() for p in params) for params in (pi_vars, q_vars))
-    logger.log(f"Number of parameters: pi {n_pi}, q {n_q}")
     buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
 
     # One gradient step: one graph from the batch to the new target networks. It changes variables
@@ -301,16 +298,14 @@ def train(args):
 
     # The SavedModel: the policy without noise, a sample of it, and Q of any action in [-1, 1].
     model_obs, model_act = (tf.placeholder(tf.float32, [None, dim]) for dim in (obs_dim, act_dim))
-    model_inputs = {"obs": model_obs, "act": model_act}
     mu, _ = ac.pi(model_obs, noise=0.0)
     pi, _ = ac.pi(model_obs, tf.random.normal(tf.shape(mu)))
     model_q1, model_q2 = ac.q(model_obs, model_act)
     model_outputs = {"mu": mu, "pi": pi, "q1": model_q1, "q2": model_q2}
 
-    targ_is_ac = [tf.assign(t, p) for p, t in zip(q_vars, targ_vars, strict=True)]
     sess.run(tf.global_variables_initializer())
     sess.run(mpi_tf1.sync_all_params())
-    sess.run(targ_is_ac)
+    sess.run([tf.assign(t, p) for p, t in zip(q_vars, targ_vars, strict=True)])
 
     def update_block(steps, rng):
         """Take gradient steps. All batches are drawn at once, which is faster than one by one."""
@@ -342,15 +337,14 @@ def train(args):
 
     # Resume: an epoch starts from a reset and draws random numbers of its own, so this and the
     # buffer are all there is to restore.
-    logger.setup_tf_saver(sess, model_inputs, model_outputs)
+    logger.setup_tf_saver(sess, {"obs": model_obs, "act": model_act}, model_outputs)
     state = {"networks": mpi_tf1.State(sess)}
 
     # Main loop: update_every steps on each rank, then as many gradient steps as steps in total.
     for epoch in range(logger.load_state(state, buf), args.epochs):
         rng = mpi.make_rng(args.seed, "rollout", mpi.proc_id(), epoch)
         policy = export_policy()
-        o, _ = env.reset(seed=int(rng.integers(2**31)))
-        ep_ret, ep_len = 0.0, 0
+        (o, _), ep_ret, ep_len = env.reset(seed=int(rng.integers(2**31))), 0.0, 0
 
         for t in logger.progress(local_steps_per_epoch):
             local_steps = epoch * local_steps_per_epoch + t + 1
@@ -365,8 +359,7 @@ def train(args):
 
             if terminated or truncated or ep_len == args.max_ep_len:
                 logger.store(EpRet=ep_ret, EpLen=ep_len)
-                o, _ = env.reset()
-                ep_ret, ep_len = 0.0, 0
+                (o, _), ep_ret, ep_len = env.reset(), 0.0, 0
             elif t == local_steps_per_epoch - 1:
                 logger.store(CutEpRet=ep_ret)
 
@@ -378,15 +371,10 @@ def train(args):
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)
-        logger.log_tabular("EpRet", with_min_and_max=True)
-        logger.log_tabular("CutEpRet", average_only=True)
-        logger.log_tabular("TestEpRet", with_min_and_max=True)
-        logger.log_tabular("EpLen", average_only=True)
-        logger.log_tabular("TestEpLen", average_only=True)
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
-        for key in ("Q1Vals", "Q2Vals", "LogPi"):
+        for key in ("EpRet", "TestEpRet", "Q1Vals", "Q2Vals", "LogPi"):
             logger.log_tabular(key, with_min_and_max=True)
-        for key in ("LossPi", "LossQ", "Alpha"):
+        for key in ("CutEpRet", "EpLen", "TestEpLen", "LossPi", "LossQ", "Alpha"):
             logger.log_tabular(key, average_only=True)
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()

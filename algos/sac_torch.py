@@ -43,7 +43,7 @@ class Args:
     seed: NonNegInt = 0  # random seed; every rank and every epoch draws numbers of its own
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
-    save_freq: PosInt = 1  # epochs between checkpoints
+    save_freq: PosInt = 10  # epochs between checkpoints
     snapshots: bool = False  # keep the policy of every save, and the best so far
     num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
     resume: bool | str = False  # continue the run in the directory; or in DIR, with its arguments
@@ -215,8 +215,7 @@ def compute_backup(ac, ac_targ, rew, obs2, done, noise, alpha, gamma):
     """y = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s')), [B]; a' ~ pi(.|s')."""
     with torch.no_grad():
         act2, logp_act2 = ac.pi(obs2, noise)
-        q1_targ, q2_targ = ac_targ.q(obs2, act2)
-        q_targ = torch.min(q1_targ, q2_targ)
+        q_targ = torch.min(*ac_targ.q(obs2, act2))
         return rew + gamma * (1 - done) * (q_targ - alpha * logp_act2)
 
 
@@ -265,8 +264,6 @@ def train(args):
     if auto_alpha:
         log_alpha = torch.zeros((), device=device, requires_grad=True)
         alpha_optimizer = mpi_pytorch.Adam([log_alpha], args.lr)
-    n_pi, n_q = (sum(p.numel() for p in net.parameters()) for net in (ac.pi, ac.q))
-    logger.log(f"Number of parameters: pi {n_pi}, q {n_q}")
     buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
 
     def update(obs, act, rew, obs2, done, noise):
@@ -300,8 +297,7 @@ def train(args):
         info = {"LossQ": loss_q, "LossPi": loss_pi, "Q1Vals": q1, "Q2Vals": q2, "LogPi": logp_pi}
         return {key: value.detach() for key, value in info.items()}
 
-    if args.compile:
-        update = mpi_pytorch.compile(update, device)
+    update = mpi_pytorch.compile(update, device) if args.compile else update
 
     def update_block(steps, rng):
         """Take gradient steps. All batches are drawn at once, which is faster than one by one."""
@@ -343,8 +339,7 @@ def train(args):
     for epoch in range(logger.load_state(state, buf), args.epochs):
         rng = mpi.make_rng(args.seed, "rollout", mpi.proc_id(), epoch)
         policy = export_policy()
-        o, _ = env.reset(seed=int(rng.integers(2**31)))
-        ep_ret, ep_len = 0.0, 0
+        (o, _), ep_ret, ep_len = env.reset(seed=int(rng.integers(2**31))), 0.0, 0
 
         for t in logger.progress(local_steps_per_epoch):
             local_steps = epoch * local_steps_per_epoch + t + 1
@@ -359,8 +354,7 @@ def train(args):
 
             if terminated or truncated or ep_len == args.max_ep_len:
                 logger.store(EpRet=ep_ret, EpLen=ep_len)
-                o, _ = env.reset()
-                ep_ret, ep_len = 0.0, 0
+                (o, _), ep_ret, ep_len = env.reset(), 0.0, 0
             elif t == local_steps_per_epoch - 1:
                 logger.store(CutEpRet=ep_ret)
 
@@ -372,15 +366,10 @@ def train(args):
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)
-        logger.log_tabular("EpRet", with_min_and_max=True)
-        logger.log_tabular("CutEpRet", average_only=True)
-        logger.log_tabular("TestEpRet", with_min_and_max=True)
-        logger.log_tabular("EpLen", average_only=True)
-        logger.log_tabular("TestEpLen", average_only=True)
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
-        for key in ("Q1Vals", "Q2Vals", "LogPi"):
+        for key in ("EpRet", "TestEpRet", "Q1Vals", "Q2Vals", "LogPi"):
             logger.log_tabular(key, with_min_and_max=True)
-        for key in ("LossPi", "LossQ", "Alpha"):
+        for key in ("CutEpRet", "EpLen", "TestEpLen", "LossPi", "LossQ", "Alpha"):
             logger.log_tabular(key, average_only=True)
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()

@@ -44,7 +44,7 @@ class Args:
     seed: NonNegInt = 0  # random seed; every rank and every epoch draws numbers of its own
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
-    save_freq: PosInt = 1  # epochs between checkpoints
+    save_freq: PosInt = 10  # epochs between checkpoints
     snapshots: bool = False  # keep the policy of every save, and the best so far
     num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
     resume: bool | str = False  # continue the run in the directory; or in DIR, with its arguments
@@ -213,8 +213,7 @@ def compute_backup(ac_targ, rew, obs2, done, noise, target_noise, noise_clip, ga
     with torch.no_grad():
         epsilon = (target_noise * noise).clamp(-noise_clip, noise_clip)
         act2 = (ac_targ.pi(obs2) + epsilon).clamp(-1, 1)
-        q1_targ, q2_targ = ac_targ.q(obs2, act2)
-        q_targ = torch.min(q1_targ, q2_targ)
+        q_targ = torch.min(*ac_targ.q(obs2, act2))
         return rew + gamma * (1 - done) * q_targ
 
 
@@ -253,8 +252,6 @@ def train(args):
     ac_targ = copy.deepcopy(ac).requires_grad_(False)
     pi_optimizer = mpi_pytorch.Adam(ac.pi.parameters(), args.pi_lr)
     q_optimizer = mpi_pytorch.Adam(ac.q.parameters(), args.q_lr)
-    n_pi, n_q = (sum(p.numel() for p in net.parameters()) for net in (ac.pi, ac.q))
-    logger.log(f"Number of parameters: pi {n_pi}, q {n_q}")
     buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
 
     def update(obs, act, rew, obs2, done, noise, update_pi):
@@ -265,9 +262,8 @@ def train(args):
         Returns {name: tensor [] or [B]}, the losses and values to log.
         """
         # Q functions: regress on the backup.
-        backup = compute_backup(
-            ac_targ, rew, obs2, done, noise, args.target_noise, args.noise_clip, args.gamma
-        )
+        params = {"noise": noise, "target_noise": args.target_noise, "noise_clip": args.noise_clip}
+        backup = compute_backup(ac_targ, rew, obs2, done, **params, gamma=args.gamma)
         q1, q2 = ac.q(obs, act)
         loss_q = compute_loss_q(q1, q2, backup)
         q_optimizer.minimize(loss_q)
@@ -285,8 +281,7 @@ def train(args):
                     p_targ.lerp_(p, 1 - args.polyak)
         return {key: value.detach() for key, value in info.items()}
 
-    if args.compile:
-        update = mpi_pytorch.compile(update, device)
+    update = mpi_pytorch.compile(update, device) if args.compile else update
 
     def update_block(steps, rng):
         """Take gradient steps. All batches are drawn at once, which is faster than one by one."""
@@ -326,8 +321,7 @@ def train(args):
     for epoch in range(logger.load_state(state, buf), args.epochs):
         rng = mpi.make_rng(args.seed, "rollout", mpi.proc_id(), epoch)
         policy = export_policy()
-        o, _ = env.reset(seed=int(rng.integers(2**31)))
-        ep_ret, ep_len = 0.0, 0
+        (o, _), ep_ret, ep_len = env.reset(seed=int(rng.integers(2**31))), 0.0, 0
 
         for t in logger.progress(local_steps_per_epoch):
             local_steps = epoch * local_steps_per_epoch + t + 1
@@ -342,8 +336,7 @@ def train(args):
 
             if terminated or truncated or ep_len == args.max_ep_len:
                 logger.store(EpRet=ep_ret, EpLen=ep_len)
-                o, _ = env.reset()
-                ep_ret, ep_len = 0.0, 0
+                (o, _), ep_ret, ep_len = env.reset(), 0.0, 0
             elif t == local_steps_per_epoch - 1:
                 logger.store(CutEpRet=ep_ret)
 
@@ -355,15 +348,10 @@ def train(args):
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)
-        logger.log_tabular("EpRet", with_min_and_max=True)
-        logger.log_tabular("CutEpRet", average_only=True)
-        logger.log_tabular("TestEpRet", with_min_and_max=True)
-        logger.log_tabular("EpLen", average_only=True)
-        logger.log_tabular("TestEpLen", average_only=True)
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
-        for key in ("Q1Vals", "Q2Vals"):
+        for key in ("EpRet", "TestEpRet", "Q1Vals", "Q2Vals"):
             logger.log_tabular(key, with_min_and_max=True)
-        for key in ("LossPi", "LossQ"):
+        for key in ("CutEpRet", "EpLen", "TestEpLen", "LossPi", "LossQ"):
             logger.log_tabular(key, average_only=True)
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()

@@ -366,8 +366,6 @@ def train(args):
     mpi_pytorch.sync_params(ac)
     pi_params = list(ac.pi.parameters())
     vf_optimizer = mpi_pytorch.Adam(ac.v.parameters(), args.vf_lr)
-    n_pi, n_v = (sum(p.numel() for p in net.parameters()) for net in (ac.pi, ac.v))
-    logger.log(f"Number of parameters: pi {n_pi}, v {n_v}")
     buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch)
 
     def values(obs):
@@ -456,8 +454,7 @@ def train(args):
     for epoch in range(logger.load_state(state), args.epochs):
         rng = mpi.make_rng(args.seed, "rollout", mpi.proc_id(), epoch)
         policy = export_policy()
-        o, _ = env.reset(seed=int(rng.integers(2**31)))
-        ep_ret, ep_len = 0.0, 0
+        (o, _), ep_ret, ep_len = env.reset(seed=int(rng.integers(2**31))), 0.0, 0
 
         for t in logger.progress(local_steps_per_epoch):
             a = get_action(policy, o, rng)
@@ -471,8 +468,7 @@ def train(args):
                 buf.finish_path(o, terminated)
             if ended:
                 logger.store(EpRet=ep_ret, EpLen=ep_len)
-                o, _ = env.reset()
-                ep_ret, ep_len = 0.0, 0
+                (o, _), ep_ret, ep_len = env.reset(), 0.0, 0
             elif cut:
                 logger.store(CutEpRet=ep_ret)
 
@@ -481,14 +477,12 @@ def train(args):
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)
-        logger.log_tabular("EpRet", with_min_and_max=True)
-        for key in ("CutEpRet", "EpLen"):
-            logger.log_tabular(key, average_only=True)
-        logger.log_tabular("VVals", with_min_and_max=True)
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
-        for key in ("LossPi", "LossV", "DeltaLossPi", "DeltaLossV", "Entropy", "KL"):
+        for key in ("EpRet", "VVals"):
+            logger.log_tabular(key, with_min_and_max=True)
+        keys = "CutEpRet", "EpLen", "LossPi", "LossV", "DeltaLossPi", "DeltaLossV", "Entropy", "KL"
+        for key in [*keys, "BacktrackIters"]:
             logger.log_tabular(key, average_only=True)
-        logger.log_tabular("BacktrackIters", average_only=True)
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()
 

@@ -35,7 +35,6 @@ OF_AN_ALGORITHM = {
 }
 OF_A_FAMILY = {
     *("to_env", "Args.pi_lr", "Args.epochs", "Args.hidden_sizes", "Args.activation"),
-    "Args.save_freq",
 }
 # Scripts that share what others have of their own.
 SAME = [
@@ -207,47 +206,47 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|if a
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 1149,
-    "common/ tokens": 11579,
+    "common/ lines": 1109,
+    "common/ tokens": 11101,
     "common/ files": 8,
-    "benchmark/ lines": 1673,
+    "benchmark/ lines": 1672,
     "exercises/ lines": 300,
-    "tests/ lines": 4783,
+    "tests/ lines": 4747,
     "names from common/": 10,
-    "tf1 longer than torch": 14,
+    "tf1 longer than torch": 13,
 }
 # Of each script: lines, and the algorithm's share in percent.
 SCRIPT_LIMITS = {
-    "vpg_torch": (213, 64),
-    "vpg_tf1": (224, 67),
-    "trpo_torch": (283, 70),
-    "trpo_tf1": (293, 72),
-    "ppo_torch": (240, 65),
-    "ppo_tf1": (254, 68),
-    "ddpg_torch": (208, 59),
-    "ddpg_tf1": (220, 61),
-    "td3_torch": (231, 61),
-    "td3_tf1": (240, 62),
-    "sac_torch": (241, 64),
-    "sac_tf1": (252, 65),
+    "vpg_torch": (208, 65),
+    "vpg_tf1": (218, 68),
+    "trpo_torch": (277, 71),
+    "trpo_tf1": (286, 73),
+    "ppo_torch": (233, 66),
+    "ppo_tf1": (246, 69),
+    "ddpg_torch": (199, 61),
+    "ddpg_tf1": (210, 63),
+    "td3_torch": (219, 63),
+    "td3_tf1": (228, 64),
+    "sac_torch": (230, 66),
+    "sac_tf1": (240, 67),
 }
 # Lines of code that a reader of one script finds changed in another: those taken out or those put
 # in, whichever are more.
 DIFF_LIMITS = {
-    ("vpg_torch", "ppo_torch"): 38,
-    ("vpg_tf1", "ppo_tf1"): 42,
+    ("vpg_torch", "ppo_torch"): 37,
+    ("vpg_tf1", "ppo_tf1"): 41,
     ("vpg_torch", "trpo_torch"): 89,
-    ("vpg_tf1", "trpo_tf1"): 87,
-    ("ddpg_torch", "td3_torch"): 46,
-    ("ddpg_tf1", "td3_tf1"): 40,
+    ("vpg_tf1", "trpo_tf1"): 86,
+    ("ddpg_torch", "td3_torch"): 43,
+    ("ddpg_tf1", "td3_tf1"): 38,
     ("td3_torch", "sac_torch"): 54,
     ("td3_tf1", "sac_tf1"): 60,
-    ("vpg_torch", "vpg_tf1"): 75,
-    ("trpo_torch", "trpo_tf1"): 97,
-    ("ppo_torch", "ppo_tf1"): 85,
-    ("ddpg_torch", "ddpg_tf1"): 72,
-    ("td3_torch", "td3_tf1"): 89,
-    ("sac_torch", "sac_tf1"): 98,
+    ("vpg_torch", "vpg_tf1"): 73,
+    ("trpo_torch", "trpo_tf1"): 95,
+    ("ppo_torch", "ppo_tf1"): 83,
+    ("ddpg_torch", "ddpg_tf1"): 69,
+    ("td3_torch", "td3_tf1"): 85,
+    ("sac_torch", "sac_tf1"): 94,
 }
 
 
