@@ -23,7 +23,7 @@ import cloudpickle
 
 from common import UsageError
 from common.args import flag, parse_args
-from common.files import FREE_TO_CHANGE, convert_json, printable, read_text
+from common.files import FREE_TO_CHANGE, convert_json, printable
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL = Path(__file__).with_name("call.py")
@@ -144,7 +144,7 @@ class Script:
 def read_args(path):
     """A script's (`Args`, {field: type}, groups of MAKE_ENV or None). UsageError if it has none."""
     try:
-        tree = ast.parse(text := read_text(path))
+        tree = ast.parse(text := Path(path).read_text(encoding="utf-8"))
         known = {"common.args", *sys.stdlib_module_names}
         body = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module in known]
         body += [n for n in tree.body if isinstance(n, ast.Import) and n.names[0].name in known]

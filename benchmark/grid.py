@@ -63,7 +63,7 @@ sys.path.insert(0, str(ROOT))  # to find benchmark and common from any directory
 from benchmark import flags, launch, slurm
 from common import UsageError
 from common.args import PosInt, check_args, flag, parse_args
-from common.files import MAX_NAME, printable, read_text
+from common.files import MAX_NAME, printable
 from common.mpi import cores, find_mpirun
 
 # What Spinning Up calls some options and flags.
@@ -330,7 +330,7 @@ def read_sweep(path, words=()):
         UsageError: it cannot be read, or has other keys.
     """
     try:
-        data = tomllib.loads(read_text(path))
+        data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         tables = {key: data.pop(key, {}) for key in ("params", "slurm")}
         script = data.pop("script", None)
         if script is None or not all(isinstance(table, dict) for table in tables.values()):

@@ -30,7 +30,7 @@ from tyro.conf import Positional, arg
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
 from common import UsageError
 from common.args import PosInt, check_args, parse_args
-from common.files import printable, read_json, read_text
+from common.files import printable, read_json
 
 REFERENCE = Path(__file__).parent / "reference" / "spinning_up_2020_curves.csv"
 ALGORITHMS = ("vpg", "trpo", "ppo", "ddpg", "td3", "sac")
@@ -81,7 +81,7 @@ def read_progress(path):
 
     A run in progress may be writing a line: text after the last newline is ignored.
     """
-    text = read_text(path)
+    text = Path(path).read_text(encoding="utf-8")
     text = text[: text.rfind("\n") + 1]
     lines = text.splitlines()
     if len(lines) < 2:

@@ -4,9 +4,8 @@ Files are written whole or not at all. Readers execute nothing, and raise OSErro
 missing and ValueError where it is damaged.
 
     checkpoint/
-        epoch_000012_rank_0.npz   the state after 12 epochs: parameters, optimizers, counters
-        epoch_000011_rank_0.npz   the one before it, in case the newest is damaged
-        replay_rank_0.bin         the replay buffer's rows, in the order in which they were stored
+        epoch_000020_rank_0.npz   the state after 20 epochs: parameters, optimizers, replay buffer
+        epoch_000010_rank_0.npz   the one before it, in case the newest is damaged
 """
 
 import contextlib
@@ -22,7 +21,6 @@ import socket
 import subprocess
 import sys
 import zipfile
-import zlib
 from datetime import datetime
 from pathlib import Path
 
@@ -99,18 +97,10 @@ def write_npz(path, arrays):
     write_atomically(path, lambda f: np.savez(f, allow_pickle=False, **arrays))
 
 
-def read_text(path):
-    """The UTF-8 text of a plain file."""
-    path = Path(path)
-    if path.exists() and not path.is_file():
-        raise ValueError("it is not a plain file")
-    return path.read_text(encoding="utf-8")
-
-
 def read_json(path):
     """The dict in a JSON file. A ValueError names the file."""
     try:
-        value = json.loads(read_text(path))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(value, dict):
             raise ValueError("it holds no object")
     except FileNotFoundError:
@@ -320,27 +310,20 @@ def check_resume(directory, config, fixed):
     return epoch, finished, [printable(text) for text in warnings]
 
 
-def read_progress(path, epoch):
-    """The header and the rows of progress.txt that a checkpoint covers: what is to be kept of it.
-
-    Returns:
-        (lines, step): bytes, and TotalEnvInteracts of the last row; nothing and 0 if epoch is 0.
+def read_rows(path, epoch):
+    """The header of progress.txt and its rows of the first `epoch` epochs, a list of bytes.
 
     Raises:
-        UsageError: the file is damaged, or has fewer than `epoch` rows.
+        UsageError: the file is damaged, or has fewer rows.
     """
-    if epoch == 0:
-        return [], 0
     try:
-        lines = path.read_bytes().splitlines(keepends=True)[: epoch + 1]
-        rows = [x.decode()[:-1].split("\t") for x in lines if x.endswith(b"\n")]
-        if len(rows) <= epoch or len({len(row) for row in rows}) > 1:
+        lines = path.read_bytes().splitlines(keepends=True)[: epoch + 1] if epoch else []
+        rows = [line.decode().split("\t") for line in lines if line.endswith(b"\n")]
+        if epoch and (len(rows) <= epoch or len({len(row) for row in rows}) > 1):
             raise ValueError(f"it does not have the rows of {epoch} epochs")
-        table = np.array(rows[1:], dtype=float)
-        row = dict(zip(rows[0], table[-1], strict=True))
-        return lines, int(row.get("TotalEnvInteracts", epoch))
-    except (OSError, ValueError, OverflowError) as e:
+    except (OSError, ValueError) as e:
         raise UsageError(f"{path} is damaged: {printable(e)}") from e
+    return lines
 
 
 def saved_epochs(directory):
@@ -349,103 +332,56 @@ def saved_epochs(directory):
     return {int(name[6:12]) for name in names if name[6:12].isdigit()}
 
 
-class Checkpoints:
-    """Saves and loads the checkpoints of one run; every method is called by all ranks together.
+def checkpoint_path(directory, epoch):
+    """The file of this rank's state after `epoch` epochs."""
+    return directory / f"epoch_{epoch:06d}_rank_{mpi.proc_id()}.npz"
+
+
+def save_checkpoint(directory, epoch, arrays):
+    """Save the state after `epoch` epochs; called by all ranks together.
 
     Args:
-        directory: where they are; made at the first save.
+        directory: a Path, made if it does not exist.
+        arrays: this rank's state, {name: array}.
+
+    Raises:
+        OSError: the disk is full, say; the checkpoints before this one are intact.
     """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = checkpoint_path(directory, epoch)
+    write_npz(path, {**arrays, "epoch": epoch})
+    mpi.barrier()  # older ones are needed until all ranks have theirs
+    saved = sorted(directory.glob(f"epoch_*_rank_{mpi.proc_id()}.npz"))
+    kept = [old for old in saved if old <= path][-KEEP:]  # later ones are damaged
+    for old in set(saved) - set(kept):
+        old.unlink()
 
-    def __init__(self, directory):
-        self.directory = Path(directory)
-        self.replay_path = self.directory / f"replay_rank_{mpi.proc_id()}.bin"
-        # Of the replay file: its bytes, their checksum, and the transitions stored until then.
-        self.replay = np.zeros(3, dtype=np.int64)
 
-    def _path(self, epoch):
-        return self.directory / f"epoch_{epoch:06d}_rank_{mpi.proc_id()}.npz"
+def load_checkpoint(directory):
+    """The newest checkpoint that is intact on all ranks; called by all ranks together.
 
-    def save(self, epoch, arrays, buffer=None):
-        """Save the state after `epoch` epochs.
+    Returns:
+        (epoch, arrays): the number of finished epochs and this rank's state; (0, None) if nothing
+        was ever saved.
 
-        Args:
-            epoch: number of finished epochs.
-            arrays: this rank's state, {name: array}.
-            buffer: this rank's replay buffer, if there is one: `data` [size, width], whose row
-                i % size holds the i-th transition, and `count`, the transitions ever stored. Only
-                the rows that are new since the last save are written.
-
-        Raises:
-            OSError: the disk is full, say; the checkpoints before this one are intact.
-        """
-        self.directory.mkdir(parents=True, exist_ok=True)
-        if buffer is not None:
-            size, checksum, count = map(int, self.replay)
-            new = np.arange(max(count, buffer.count - len(buffer.data)), buffer.count)
-            rows = buffer.data[new % len(buffer.data)].tobytes()
-            with open(self.replay_path, "r+b" if size else "wb") as f:
-                f.truncate(size)  # what is behind it was saved for a checkpoint that never came
-                f.seek(size)
-                f.write(rows)
-                f.flush()
-                os.fsync(f.fileno())
-            self.replay[:] = size + len(rows), zlib.crc32(rows, checksum), buffer.count
-        about = {"epoch": epoch, "ranks": mpi.num_procs(), "replay": self.replay}
-        about = {f"about/{key}": value for key, value in about.items()}
-        write_npz(self._path(epoch), {**arrays, **about})
-        mpi.barrier()  # older ones are needed until all ranks have theirs
-        saved = sorted(self.directory.glob(self._path(epoch).name.replace(f"{epoch:06d}", "*")))
-        kept = [path for path in saved if path <= self._path(epoch)][-KEEP:]  # later: damaged ones
-        for path in set(saved) - set(kept):
-            path.unlink()
-
-    def read(self):
-        """The newest checkpoint that is intact on all ranks.
-
-        Returns:
-            (epoch, arrays): the number of finished epochs and this rank's state; (0, None) if
-            nothing was ever saved.
-
-        Raises:
-            UsageError: checkpoints exist and all are damaged, or are of another number of ranks.
-        """
-        epochs = mpi.on_rank_0(saved_epochs, self.directory)
-        for epoch in sorted(epochs, reverse=True):
-            error = None
-            try:
-                arrays = self._read(epoch)
-            except (OSError, ValueError, LookupError) as e:
-                error = printable(f"{type(e).__name__}: {e}")
-            errors = [e for e in mpi.allgather(error) if e]
-            if not errors:
-                return epoch, arrays
-            if mpi.proc_id() == 0:
-                name = f"checkpoint epoch_{epoch:06d}"
-                print(f"WARNING: {name} is damaged ({errors[0]})", file=sys.stderr)
-        if epochs:
-            raise UsageError(f"no usable checkpoint in {self.directory}")
-        return 0, None
-
-    def _read(self, epoch):
-        """This rank's state in a checkpoint, whose part of the replay file is intact."""
-        arrays = read_npz(self._path(epoch))
-        if (found := int(arrays["about/epoch"])) != epoch:  # a file under another's name
-            raise ValueError(f"it is of epoch {found}")
-        if (ranks := int(arrays["about/ranks"])) != mpi.num_procs():
-            raise ValueError(f"it is of {ranks} ranks, and this run has {mpi.num_procs()}")
-        size, checksum, _ = self.replay = arrays["about/replay"]
-        if size:
-            with open(self.replay_path, "rb") as f:
-                rows = f.read(size)
-            if len(rows) != size or zlib.crc32(rows) != checksum:
-                raise ValueError("its replay buffer does not match its checksum")
-        return arrays
-
-    def restore(self, buffer):
-        """Fill a replay buffer with the rows of the checkpoint that `read` returned."""
-        size, _, buffer.count = map(int, self.replay)
-        if size:
-            data = buffer.data
-            rows = np.fromfile(self.replay_path, data.dtype, size // data.itemsize)
-            rows = rows.reshape(-1, data.shape[1])[-len(data) :]
-            data[np.arange(buffer.count - len(rows), buffer.count) % len(data)] = rows
+    Raises:
+        UsageError: there are checkpoints, and all are damaged.
+    """
+    epochs = mpi.on_rank_0(saved_epochs, directory)
+    for epoch in sorted(epochs, reverse=True):
+        error = None
+        try:
+            arrays = read_npz(checkpoint_path(directory, epoch))
+            if (found := int(arrays["epoch"])) != epoch:
+                raise ValueError(f"it is of epoch {found}")
+        except (OSError, ValueError, LookupError) as e:
+            error = printable(f"{type(e).__name__}: {e}")
+        errors = [e for e in mpi.allgather(error) if e]
+        if not errors:
+            return epoch, arrays
+        if mpi.proc_id() == 0:
+            name = f"checkpoint epoch_{epoch:06d}"
+            print(f"WARNING: {name} is damaged ({errors[0]})", file=sys.stderr)
+    if epochs:
+        raise UsageError(f"no usable checkpoint in {directory}")
+    return 0, None

@@ -72,7 +72,7 @@ class EpochLogger:
         self.events = self.lock = None
         self.closed = self.finished = False
         mpi.on_rank_0(self._claim, resume, overwrite)
-        self.checkpoints = files.Checkpoints(self.output_dir / "checkpoint")
+        self.checkpoints = self.output_dir / "checkpoint"
 
     def _claim(self, resume, overwrite):
         self.lock = files.claim(self.output_dir, resume, overwrite)
@@ -114,8 +114,9 @@ class EpochLogger:
         self.epoch, self.finished, warnings = found
         if self.finished:
             return
-        self.epoch, self.saved = self.checkpoints.read()
-        lines, step = mpi.on_rank_0(files.read_progress, self.output_path, self.epoch)
+        self.epoch, self.saved = files.load_checkpoint(self.checkpoints)
+        lines = mpi.on_rank_0(files.read_rows, self.output_path, self.epoch)
+        step = int(self.saved["logger/step"]) if self.saved else 0
         for text in warnings:
             self.log(f"WARNING: {text}", "yellow")
         if mpi.proc_id() == 0:
@@ -146,7 +147,7 @@ class EpochLogger:
         if mpi.proc_id() == 0 and not self.finished:
             self.write_status("finished" if done else "interrupted")
             if done and clear and self.last_row:
-                shutil.rmtree(self.checkpoints.directory, ignore_errors=True)
+                shutil.rmtree(self.checkpoints, ignore_errors=True)
         self.release()
         return done
 
@@ -287,7 +288,8 @@ class EpochLogger:
                 (W [in, out], b [out]) is stored as weight_0, bias_0, weight_1, and so on.
             judged: the policy that earned the return of the last row, as `policy`, if that is not
                 `policy` but the one before the epoch's update: policy_best.npz is one of those.
-            buffer: the replay buffer, see `Checkpoints.save`.
+            buffer: the replay buffer, if there is one: `data` [size, width], whose row i % size has
+                the i-th transition, and `count`, the transitions ever stored.
 
         Raises:
             FloatingPointError: on all ranks, if the state holds a NaN or an infinity on any.
@@ -299,9 +301,12 @@ class EpochLogger:
             self.save_model()
             if policy is not None:
                 self._save_policies(policy, judged)
-        about = {"headers": np.array(self.headers), "time": self.time(), "best": self.best}
+        about = {"headers": self.headers, "time": self.time(), "best": self.best}
+        about["step"] = self.charted[0]
         arrays |= {f"logger/{key}": value for key, value in about.items()}
-        self.checkpoints.save(self.epoch, arrays, buffer)
+        if buffer is not None:
+            arrays |= {"buffer/data": buffer.data[: buffer.count], "buffer/count": buffer.count}
+        files.save_checkpoint(self.checkpoints, self.epoch, arrays)
         # The ranks wait for it: one that fails right after this has the last word in status.json.
         mpi.on_rank_0(self.write_status, "running")
 
@@ -343,7 +348,8 @@ class EpochLogger:
             self.best = float(self.saved["logger/best"])
             self.start_time -= float(self.saved["logger/time"])
             if buffer is not None:
-                self.checkpoints.restore(buffer)
+                rows, buffer.count = self.saved["buffer/data"], int(self.saved["buffer/count"])
+                buffer.data[: len(rows)] = rows
             self.saved = None
             self.log(f"Resuming after epoch {self.epoch}", "yellow")
         return self.epoch

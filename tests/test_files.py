@@ -28,14 +28,17 @@ from benchmark import grid, launch, plot
 from benchmark import test_policy as tp
 from common import UsageError, run
 from common.files import (
-    Checkpoints,
     convert_json,
+    load_checkpoint,
     read_json,
     read_npz,
+    save_checkpoint,
+    saved_epochs,
     write_atomically,
     write_json,
     write_npz,
 )
+from common.logger import EpochLogger
 
 TIMES = int(os.environ.get("FUZZ", "1"))
 
@@ -170,113 +173,88 @@ def state(epoch):
     return {"ac/w": np.arange(6, dtype=np.float32).reshape(2, 3), "t": np.array(epoch)}
 
 
-def loaded(directory, size=10):
-    """(epoch, buffer, Checkpoints) as a new process finds them."""
-    saver, buffer = Checkpoints(directory), Buffer(size)
-    epoch, _ = saver.read()
-    saver.restore(buffer)
-    return epoch, buffer, saver
-
-
 def test_two_are_kept_and_the_newest_comes_back(tmp_path):
-    assert Checkpoints(tmp_path / "none").read() == (0, None)
-    saver, stray = Checkpoints(tmp_path), tmp_path / "epoch_of_mine.npz"
+    assert load_checkpoint(tmp_path / "none") == (0, None)
     for epoch in (1, 2, 3):
-        saver.save(epoch, state(epoch))
+        save_checkpoint(tmp_path, epoch, state(epoch))
+    stray = tmp_path / "epoch_of_mine.npz"
     stray.touch()
-    assert Checkpoints(tmp_path).read()[0] == 3
+    assert load_checkpoint(tmp_path)[0] == 3
     stray.unlink()
     names = ["epoch_000002_rank_0.npz", "epoch_000003_rank_0.npz"]
     assert sorted(p.name for p in tmp_path.iterdir()) == names
-    epoch, arrays = Checkpoints(tmp_path).read()
+    epoch, arrays = load_checkpoint(tmp_path)
     assert epoch == 3 and all(repr(arrays[name]) == repr(x) for name, x in state(3).items())
 
 
-@pytest.mark.parametrize("damage", [flip_a_bit, truncate])
+def another(path):
+    """Put another checkpoint in a checkpoint's place."""
+    save_checkpoint(path.parent / "other", 7, state(7))
+    path.write_bytes(next(path.parent.glob("other/*")).read_bytes())
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, truncate, another])
 def test_damage_is_noticed(tmp_path, capsys, damage):
-    """The checkpoint before is used, loudly; without one the run is refused."""
-    saver = Checkpoints(tmp_path)
-    for epoch in (1, 2):
-        saver.save(epoch, state(epoch))
-    for epoch in (2, 1):
-        loaded_epoch, arrays = Checkpoints(tmp_path).read()
+    """The checkpoint before is used, loudly; without one the run is refused. The next save leaves
+    two that are whole."""
+    for epoch in (1, 2, 4):
+        save_checkpoint(tmp_path, epoch, state(epoch))
+    damage(tmp_path / "epoch_000004_rank_0.npz")
+    epoch, arrays = load_checkpoint(tmp_path)
+    assert epoch == arrays["t"] == 2
+    save_checkpoint(tmp_path, 3, state(3))
+    assert sorted(saved_epochs(tmp_path)) == [2, 3]
+    for epoch in (3, 2):
+        loaded_epoch, arrays = load_checkpoint(tmp_path)
         assert loaded_epoch == arrays["t"] == epoch
         damage(tmp_path / f"epoch_{epoch:06d}_rank_0.npz")
     capsys.readouterr()
     with pytest.raises(UsageError, match="no usable checkpoint"):
-        Checkpoints(tmp_path).read()
+        load_checkpoint(tmp_path)
     said = capsys.readouterr().err
-    assert all(f"checkpoint epoch_00000{epoch} is damaged" in said for epoch in (1, 2))
+    assert all(f"checkpoint epoch_00000{epoch} is damaged" in said for epoch in (2, 3))
 
 
 @pytest.mark.parametrize("steps", [[3, 3, 3, 3, 3, 3], [4, 0, 10, 1], [25, 7, 7], [10, 10, 1, 30]])
 def test_the_replay_buffer_comes_back(tmp_path, steps):
-    """Row by row, whether it was full or not, and also where every save is by a new process. No
-    transition is written twice."""
-    for directory, again in ((tmp_path / "one", False), (tmp_path / "many", True)):
-        saver, buffer = Checkpoints(directory), Buffer(10)
-        for epoch, n in enumerate(steps, 1):
-            if again:
-                _, buffer, saver = loaded(directory)
-            buffer.store(n)
-            saver.save(epoch, state(epoch), buffer)
-            found, other, _ = loaded(directory)
-            assert (found, other.count) == (epoch, buffer.count)
-            np.testing.assert_array_equal(other.data, buffer.data)
-        rows = np.fromfile(directory / "replay_rank_0.bin").reshape(-1, 2)[:, 0]
-        assert len(rows) == len(set(rows)) == sum(min(n, 10) for n in steps)
+    """Row by row, whether it was full or not; every save is by a new process."""
+    whole = Buffer(10)
+    for epoch, n in enumerate(steps):
+        logger = EpochLogger(tmp_path, resume=True)
+        logger.save_config({"epochs": len(steps) + 1})
+        buffer = Buffer(10)
+        assert logger.load_state({}, buffer) == epoch
+        assert buffer.count == whole.count
+        np.testing.assert_array_equal(buffer.data, whole.data)
+        buffer.store(n)
+        whole.store(n)
+        logger.log_tabular("Epoch", epoch)
+        logger.dump_tabular()
+        logger.save_state({}, buffer=buffer)
+        logger.release()
 
 
-@pytest.mark.parametrize("lost", ["its replay rows", "the checkpoint"])
-def test_back_to_the_checkpoint_before(tmp_path, lost):
-    """Its buffer is whole too, and training goes on from there: over replay rows that no checkpoint
-    covers, such as those of a process that was killed before it wrote the checkpoint."""
-    saver, buffer = Checkpoints(tmp_path), Buffer(10)
-    for epoch in range(1, 6):
-        buffer.store(4)
-        saver.save(epoch, state(epoch), buffer)
-    if lost == "the checkpoint":
-        (tmp_path / "epoch_000005_rank_0.npz").unlink()
-    else:
-        truncate(tmp_path / "replay_rank_0.bin")
-    epoch, buffer, saver = loaded(tmp_path)
-    assert epoch == 4 and buffer.count == 16 and sorted(buffer.data[:, 0]) == list(range(6, 16))
-    buffer.store(3)  # fewer than there were
-    saver.save(5, state(5), buffer)
-    assert (tmp_path / "replay_rank_0.bin").stat().st_size == 19 * buffer.data[0].nbytes
-    epoch, other, _ = loaded(tmp_path)
-    assert epoch == 5 and sorted(other.data[:, 0]) == list(range(9, 19))
-
-
-def test_several_ranks(tmp_path, capsys):
+def test_several_ranks(tmp_path):
     source = """
 import os
+from pathlib import Path
 import numpy as np
-from common.files import Checkpoints
+from common.files import load_checkpoint, save_checkpoint
 from common.mpi import barrier, proc_id
-from conftest import Buffer
-saver, buffer = Checkpoints("saves"), Buffer(4, proc_id())
+saves = Path("saves")
 for epoch in (1, 2):
-    buffer.store(1)
-    saver.save(epoch, {"mine": np.array([proc_id(), epoch])}, buffer)
-saver, found = Checkpoints("saves"), Buffer(4)
-epoch, arrays = saver.read()
-saver.restore(found)
+    save_checkpoint(saves, epoch, {"mine": np.array([proc_id(), epoch])})
+epoch, arrays = load_checkpoint(saves)
 assert epoch == 2 and list(arrays["mine"]) == [proc_id(), 2]
-assert found.count == buffer.count and (found.data == buffer.data).all()
 barrier()
 if proc_id() == 1:  # one rank's file is lost: all go back together
     os.unlink("saves/epoch_000002_rank_1.npz")
 barrier()
-epoch, arrays = saver.read()
-saver.restore(found)
-assert epoch == 1 and list(arrays["mine"]) == [proc_id(), 1] and found.count == 1 + proc_id()
+epoch, arrays = load_checkpoint(saves)
+assert epoch == 1 and list(arrays["mine"]) == [proc_id(), 1]
 print("all well", flush=True)
 """
     assert mpi(tmp_path, source, 2, cwd=tmp_path).stdout.count("all well") == 2
-    with pytest.raises(UsageError, match="no usable checkpoint"):
-        Checkpoints(tmp_path / "saves").read()
-    assert "it is of 2 ranks, and this run has 1" in capsys.readouterr().err
 
 
 # Damage -------------------------------------------------------------------------------------------
@@ -350,16 +328,6 @@ def damaged(rng, data, others=()):
         else:
             data[at : at + n] = bytes(len(data[at : at + n]))
     return bytes(data)
-
-
-def test_a_checkpoint_under_the_name_of_another_is_damaged(tmp_path, capsys):
-    checkpoints = Checkpoints(tmp_path)
-    for epoch in (1, 2):
-        checkpoints.save(epoch, {"w": np.array(epoch)})
-    first, second = sorted(tmp_path.glob("epoch_*"))
-    second.write_bytes(first.read_bytes())
-    epoch, arrays = Checkpoints(tmp_path).read()
-    assert (epoch, arrays["w"]) == (1, 1) and "it is of epoch 1" in capsys.readouterr().err
 
 
 @examples(60)

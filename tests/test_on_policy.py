@@ -211,7 +211,7 @@ for name, epochs, resume in (("whole", 4, False), ("parts", 2, False), ("parts",
     for other in others:
         assert first.keys() == other.keys()
         differ = {key for key, x in first.items() if not np.array_equal(x, other[key])}
-        assert differ <= {"logger/time", "logger/best"}  # seconds, and the returns of one rank
+        assert differ <= {"logger/time", "logger/best", "logger/step"}  # what rank 0 alone knows
 
 
 def test_tf1_scripts_do_without_keras_and_eager_code():
