@@ -17,6 +17,7 @@ from common import UsageError, files, mpi
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
 MOV_EAX_1_RET = b"\xb8\x01\x00\x00\x00\xc3"  # `return 1` in x86-64 code
+OF_MKL = ("cos", "erf", "exp", "expm1", "log", "log1p", "sin", "sqrt", "tanh")  # what MKL computes
 
 
 def setup(device="cpu"):
@@ -32,6 +33,11 @@ def setup(device="cpu"):
     # Adam's moments of dead units decay below 1e-38, where CPUs are slow. TensorFlow does the same.
     torch.set_flush_denormal(True)
     switch_mkl()
+    # MKL looks for a function's code in its first call. Threads that make it at the same time can
+    # get code of low accuracy, for once (pytorch issue 188792): in one run of some hundreds, with
+    # errors of 1e-4. So one thread makes it.
+    for name in OF_MKL:
+        getattr(torch, name)(torch.ones(1))
     keep_freed_memory()
     if device == "cuda" and torch.cuda.is_available():
         device = f"cuda:{mpi.proc_id() % torch.cuda.device_count()}"

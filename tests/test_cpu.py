@@ -1,8 +1,9 @@
-"""MKL's switch for AMD's CPUs: what it computes, and that it is silent where it does not apply."""
+"""MKL: its switch for AMD's CPUs, and the first calls of its functions."""
 
 import ctypes
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,8 +21,9 @@ NUMBERS = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from common import mpi_pytorch
-mkl = mpi_pytorch.switch_mkl()
+from common import files, mpi_pytorch
+mpi_pytorch.setup()
+mkl = files.versions["mkl"]
 x, w = (torch.randn(n, 256, generator=torch.Generator().manual_seed(n)) for n in (512, 300))
 functions = torch.tanh, torch.exp, torch.sin, lambda x: x @ w.T.to(x) / 16, lambda x: x.std(0)
 errors = []
@@ -52,6 +54,43 @@ def test_numbers_agree_with_the_plain_path():
     assert plain[0] == "default"
     if plain[1] == 0 and "AMD" in files.cpu_name() and hasattr(os, "sched_getaffinity"):
         assert switched[:2] == ["as on Intel", 1]
+
+
+FIRST_CALLS = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch
+from common import mpi, mpi_pytorch
+mpi.threads_per_rank = lambda: 4
+x, wrong = torch.rand(1 << 14), 0
+for _ in range(75):
+    children = []
+    for _ in range(8):
+        children.append(os.fork())
+        if children[-1] == 0:
+            mpi_pytorch.setup()
+            torch.relu(x)  # wakes all threads
+            error = float((torch.exp(x) - torch.exp(x.double())).abs().max())
+            os._exit(error > 1e-5)
+    wrong += sum(os.waitpid(child, 0)[1] != 0 for child in children)
+print(wrong)
+"""
+
+
+@pytest.mark.slow
+def test_first_calls_are_as_accurate_as_all_others():
+    """Also where several threads make them at once. Without the calls in `setup` this goes wrong at
+    random, in one process of some hundreds; so there are 600."""
+    command = [sys.executable, "-c", FIRST_CALLS]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
+
+
+def test_first_calls_are_made_of_all_functions_in_use():
+    texts = [p.read_text() for folder in ("algos", "common") for p in (ROOT / folder).glob("*.py")]
+    used = set(re.findall(r"torch\.(\w+)\(", "".join(texts)))
+    of_mkl = {"acos", "asin", "atan", "cos", "erf", "erfc", "exp", "expm1", "log", "log10", "log1p"}
+    of_mkl |= {"log2", "sin", "sqrt", "tan", "tanh"}  # aten/src/ATen/cpu/vml.h
+    assert {"exp", "sqrt", "tanh"} <= used & of_mkl <= set(mpi_pytorch.OF_MKL)
 
 
 AMD = "vendor_id: AuthenticAMD\ncpu family: 25\nmodel: 17\nmodel name: X\nflags: avx2\n\nx: 1\n"

@@ -206,12 +206,12 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|if a
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 1109,
-    "common/ tokens": 11101,
+    "common/ lines": 1112,
+    "common/ tokens": 11141,
     "common/ files": 8,
     "benchmark/ lines": 1672,
     "exercises/ lines": 300,
-    "tests/ lines": 4747,
+    "tests/ lines": 4778,
     "names from common/": 10,
     "tf1 longer than torch": 13,
 }
