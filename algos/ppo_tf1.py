@@ -345,6 +345,7 @@ def train(args):
     def update(epoch, rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
         obs, act, rew, last, last_obs, terminated = buf.get()
+        rew = env.normalize_rewards(rew)
         val, last_val = np.split(values(np.concatenate([obs, last_obs])), [len(obs)])
         adv, ret = gae(rew, val, last, np.where(terminated, 0, last_val), args.gamma, args.lam)
         mean, std = mpi.statistics(adv)
@@ -396,7 +397,7 @@ def train(args):
             a = get_action(policy, o, rng)
             o2, r, terminated, truncated, _ = env.step(to_env(a, action_space))
             buf.store(o, a, r)
-            o, ep_ret, ep_len = o2, ep_ret + env.rew, ep_len + 1
+            o, ep_ret, ep_len = o2, ep_ret + r, ep_len + 1
 
             ended = terminated or truncated or ep_len == args.max_ep_len
             cut = t == local_steps_per_epoch - 1
@@ -408,8 +409,8 @@ def train(args):
             elif cut:
                 logger.store(CutEpRet=ep_ret)
 
-        update(epoch, rng)
         env.update_statistics()
+        update(epoch, rng)
 
         # Log and save.
         logger.log_tabular("Epoch", epoch)

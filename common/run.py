@@ -271,15 +271,11 @@ class RunningMeanStd:
 
 
 class NormalizedEnv(gym.Wrapper):
-    """Normalizes observations and rewards by the statistics of all epochs before this one.
+    """Normalizes observations, and collects the statistics that rewards are normalized by.
 
-    Observations become (o - mean) / std, and rewards r / std, where std is that of the discounted
-    return so far in an episode; both are clipped to [-10, 10]. The statistics are over all ranks,
-    stay the same during an epoch, and are part of checkpoints and, those of observations, of
-    policy.npz.
-
-    Attributes:
-        rew: float, the last step's reward as the environment gave it.
+    Observations become (o - mean) / std, by the statistics of all epochs before this one: a policy
+    acts on the same scale for a whole epoch. The statistics are over all ranks, and are part of
+    checkpoints and, those of observations, of policy.npz.
     """
 
     def __init__(self, env, norm_obs, norm_rew, gamma):
@@ -295,12 +291,10 @@ class NormalizedEnv(gym.Wrapper):
         return self._normalize(o), info
 
     def step(self, action):
-        o, self.rew, terminated, truncated, info = self.env.step(action)
-        r = self.rew
+        o, r, terminated, truncated, info = self.env.step(action)
         if self.norm_rew:
             self.ret = r + self.gamma * self.ret
             self.rets.append([self.ret])
-            r = float(np.clip(r / self.ret_stats.std[0], -10, 10))
         return self._normalize(o), r, terminated, truncated, info
 
     def _normalize(self, o):
@@ -316,6 +310,14 @@ class NormalizedEnv(gym.Wrapper):
         if self.norm_rew:
             self.ret_stats.update(self.rets)
         self.obs, self.rets = [], []
+
+    def normalize_rewards(self, rew):
+        """An epoch's rewards [N], divided by the deviation of the discounted return in an episode.
+
+        Call it after `update_statistics`: returns can grow by half in an epoch, and the values
+        that V learns would lag behind. The quotients are clipped to [-10, 10].
+        """
+        return (rew / self.ret_stats.std).clip(-10, 10) if self.norm_rew else rew
 
     def policy_arrays(self):
         """What a policy needs to act on plain observations, for policy.npz."""

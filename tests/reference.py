@@ -211,6 +211,7 @@ def on_policy(algo, args, workers):
 
         # Advantages and returns, ranks one after the other: each ends with a cut.
         x, x2 = known.normalize(obs), known.normalize(obs2)
+        known.update(np.concatenate([w.seen for w in workers]), rew, cut)
         scaled = (rew / known.ret_std).clip(-10, 10) if getattr(args, "norm_rew", 0) else rew
         val, val2 = V(x).detach().numpy(), V(x2).detach().numpy() * ~terminated
         adv, ret = scaled + args.gamma * val2 - val, scaled + args.gamma * val2 * cut
@@ -249,7 +250,6 @@ def on_policy(algo, args, workers):
         stats |= {"LossV": [loss_v], "DeltaLossV": [loss_v_new - loss_v]}
         if algo == "ppo":
             stats["ClipFrac"] = [clip_frac]
-        known.update(np.concatenate([w.seen for w in workers]), rew, cut)
         nets = {"logits" if discrete else "mu": lambda x: mlp(pi, x, args.activation), "v": V}
         yield stats, pi, nets, lambda o: act(o)[1]
 
