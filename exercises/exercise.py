@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -135,7 +136,7 @@ def judge(exercise, text, tests=None, limit=120):
             told = f"Still running after {limit} seconds{where}. Is there an endless loop?"
             return f"{told} On a busy machine, try --limit {5 * limit}."
         if "needs TensorFlow" in output:
-            return "This exercise needs TensorFlow, which is not installed."
+            return "The test needs TensorFlow: `pip install -r requirements.txt` installs it."
         return report.read_text() if report.exists() else f"No test ran:\n{output[-2000:]}"
 
 
@@ -250,8 +251,13 @@ def curve(exercise):
             processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
             if cores:  # one thread each, and a core if there are two
                 os.sched_setaffinity(processes[-1].pid, {cores[i % len(cores)]})
-        if sum(process.wait() for process in processes):
-            raise UsageError("a run has failed; its message is above")
+        try:
+            if sum(process.wait() for process in processes):
+                raise UsageError("a run has failed; its message is above")
+        finally:
+            for process in processes:  # they have ended, or Ctrl-C was pressed
+                process.kill()
+                process.wait()
         picture, folders = MINE / f"{name}.png", [f"{folder}/{label}" for label in scripts]
         make_plots(folders, legend=(*scripts,), value=("Performance", *columns), out=str(picture))
     print(f"wrote {picture.relative_to(MINE.parent)}")
@@ -278,7 +284,10 @@ def main(argv=None):
     except UsageError as e:
         print(f"exercise.py: {e}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this program without a word
     main()
