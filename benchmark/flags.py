@@ -1,7 +1,8 @@
 """What a sweep runs, a script or a function: the arguments that it takes, and how it is started.
 
-A script is not imported, which would load torch or tensorflow. The body of its `Args` is executed,
-and nothing else; then `common.args.parse_args` checks the words that a run is started with.
+A script is not imported, which would load torch or tensorflow. Its class `Args` is
+executed, its imports from the standard library and common.args, and nothing else; then
+`common.args.parse_args` checks the words that a run is started with.
 """
 
 import ast

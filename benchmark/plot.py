@@ -50,7 +50,7 @@ NO_EPISODE = "no episode finished within an epoch: use a larger --steps-per-epoc
 
 @dataclasses.dataclass
 class Args:
-    """The command line, in the order of `make_plots`' parameters."""
+    """The command line; all but `logdir` are also `make_plots`' keyword arguments."""
 
     logdir: Positional[tuple[str, ...]]  # directories of runs, or prefixes of their names
     legend: Annotated[tuple[str, ...], arg(aliases=["-l"])] = ()  # names, one for each logdir

@@ -1,4 +1,4 @@
-"""Make every table and figure of benchmark/results/ from the CSV files there.
+"""Make the tables and figures of benchmark/results/, but for speed.md, from the CSV files there.
 
     python benchmark/report.py                                      # make them anew
     python benchmark/report.py --collect data/benchmark_on_policy   # take in runs first
@@ -8,8 +8,8 @@
 has one row for each run, curves.csv the points of its curve. A run replaces the one with the same
 script, environment, settings and seed.
 
-`--verify` starts the run of a row of runs.csv again (a random one if none is named), on one core,
-ends it after `--epochs`, and compares its returns with curves.csv. The exit code is 1 where the CPU
+`--verify` starts the run of a row of runs.csv again, on one core (a random plain one if none is
+named), ends it after `--epochs`, and compares its returns with curves.csv. The exit code is 1 where the CPU
 and the versions are those of the row and the returns are not.
 
 A table goes between two lines of a page, `<!-- results: NAME -->` and `<!-- results: end -->`; NAME
@@ -160,8 +160,8 @@ def collect(logdirs, results=RESULTS):
 def verify(words, setting, epochs, results):
     """Make a run again for some epochs and compare it with its row; whether all is as it should be.
 
-    words: script, task and seed; none of them for a random row. Raises ValueError if there is no
-    such row, or if its run fails.
+    words: script, task and seed; none of them for a random row of `setting`. Raises ValueError if
+    there is no such row, or if its run fails.
     """
     columns = [*["script", "env", "seed"][: len(words)], "settings"]
     keys = results.runs[columns].astype(str)

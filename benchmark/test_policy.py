@@ -76,7 +76,7 @@ def read_policy(path):
         the file by name.
 
     Raises:
-        UsageError: it is missing, holds pickles, compressed arrays or no policy.
+        UsageError: it is missing or damaged, or holds pickles or no policy.
     """
     try:
         arrays = read_npz(path)

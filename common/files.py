@@ -1,7 +1,7 @@
 """What a run leaves on disk: the lock on its directory, config.json, status.json and checkpoints.
 
-Files are written whole or not at all. Readers execute nothing, and raise OSError where a file is
-missing and ValueError where it is damaged.
+Configurations, policies and checkpoints are written whole or not at all. Readers execute nothing,
+and raise OSError where a file is missing and ValueError where it is damaged.
 
     checkpoint/
         epoch_000020_rank_0.npz   the state after 20 epochs: parameters, optimizers, replay buffer

@@ -7,8 +7,9 @@
         logger.log_tabular("EpRet", with_min_and_max=True)
         logger.dump_tabular()
 
-`EpochLogger` has the methods and file formats of Spinning Up's, so tools made for Spinning Up can
-read them. All methods are called by all ranks together; rank 0 writes.
+`EpochLogger` has the methods of Spinning Up's, and tools made for Spinning Up can read progress.txt
+and config.json. All methods are called by all ranks together. Rank 0 writes, but for checkpoints:
+each rank has its own.
 """
 
 import os

@@ -197,7 +197,7 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
 
 
 class CheckedEnv(gym.Wrapper):
-    """Refuses NaN and infinity, and results of another form, type or shape than promised.
+    """Refuses NaN and infinity, observations of another shape than promised, and what is no number.
 
     NumPy would broadcast some of these without an error: one number fills a whole row. Observations
     are copies, since an environment may write the next one into the same array.
