@@ -9,6 +9,8 @@ ascent on Q. Slowly updated copies of both networks, the targets, value the next
     y     = r + gamma (1 - d) Q_targ(s', pi_targ(s'))
     L(Q)  = E[ (Q(s, a) - y)^2 ]        L(pi) = -E[ Q(s, pi(s)) ]
 
+The noise on actions is independent from step to step, as in Spinning Up; the paper's is correlated.
+
 Diff me against td3_tf1.py: two Q functions, target noise, a delayed policy.
 Diff me against ddpg_torch.py: the same algorithm in PyTorch.
 """

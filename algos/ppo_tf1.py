@@ -9,6 +9,8 @@ from moving the policy further than eps from the one that gathered the batch:
     ratio  = pi(a|s) / pi_old(a|s)
     L(pi)  = E[ min( ratio A, clip(ratio, 1 - eps, 1 + eps) A ) ]
 
+The steps end early if the KL divergence grows too large: Spinning Up's addition to the paper.
+
 The advantage A is GAE (Schulman et al. 2016, arXiv:1506.02438, eq. 16), and V regresses on the
 discounted rewards to go:
 

@@ -222,7 +222,10 @@ def compute_loss_pi(ac, obs, noise, alpha):
 
 
 def compute_loss_alpha(log_alpha, logp_pi, target_entropy):
-    """-E[log alpha (log pi(a|s) + target entropy)]: alpha rises while the entropy is too low."""
+    """-E[log alpha (log pi(a|s) + target entropy)]: alpha rises while the entropy is too low.
+
+    The paper (Haarnoja et al. 2018, arXiv:1812.05905, eq. 18) has alpha in place of log alpha.
+    """
     return -tf.reduce_mean(log_alpha * (tf.stop_gradient(logp_pi) + target_entropy))
 
 

@@ -445,7 +445,7 @@ def train(args):
             set_params(params)
             i = args.backtrack_iters
 
-        # Value function: many steps, since its targets do not depend on it.
+        # Value function: many steps, since its targets stay the same meanwhile.
         for part in minibatches(args.train_v_iters, minibatch_size, len(obs), rng):
             sess.run(train_v, {obs_ph: obs[part], ret_ph: ret[part]})
 

@@ -427,7 +427,7 @@ def train(args):
             set_params(params)
             i = args.backtrack_iters
 
-        # Value function: many steps, since its targets do not depend on it.
+        # Value function: many steps, since its targets stay the same meanwhile.
         for part in minibatches(args.train_v_iters, minibatch_size, len(obs), rng):
             vf_optimizer.minimize(compute_loss_v(ac.v(obs[part])[:, 0], ret[part]))
 

@@ -328,7 +328,7 @@ def train(args):
         # Policy: one step, since the gradient holds only for the policy that gathered the batch.
         sess.run(train_pi, batch)
 
-        # Value function: many steps, since its targets do not depend on it.
+        # Value function: many steps, since its targets stay the same meanwhile.
         for _ in range(args.train_v_iters):
             sess.run(train_v, batch)
 

@@ -309,7 +309,7 @@ def train(args):
         logp, _ = ac.pi(obs, act)
         pi_optimizer.minimize(compute_loss_pi(logp, adv))
 
-        # Value function: many steps, since its targets do not depend on it.
+        # Value function: many steps, since its targets stay the same meanwhile.
         for _ in range(args.train_v_iters):
             vf_optimizer.minimize(compute_loss_v(ac.v(obs)[:, 0], ret))
 

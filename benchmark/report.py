@@ -9,8 +9,8 @@ has one row for each run, curves.csv the points of its curve. A run replaces the
 script, environment, settings and seed.
 
 `--verify` starts the run of a row of runs.csv again, on one core (a random plain one if none is
-named), ends it after `--epochs`, and compares its returns with curves.csv. The exit code is 1 where the CPU
-and the versions are those of the row and the returns are not.
+named), ends it after `--epochs`, and compares its returns with curves.csv. The exit code is 1 where
+the CPU and the versions are those of the row and the returns are not.
 
 A table goes between two lines of a page, `<!-- results: NAME -->` and `<!-- results: end -->`; NAME
 is a key of `tables` in `make`. Returns are smoothed as the published curves are: each seed by

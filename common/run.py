@@ -312,10 +312,11 @@ class NormalizedEnv(gym.Wrapper):
         self.obs, self.rets = [], []
 
     def normalize_rewards(self, rew):
-        """An epoch's rewards [N], divided by the deviation of the discounted return in an episode.
+        """An epoch's rewards [N], divided by the deviation of an episode's discounted sum so far.
 
-        Call it after `update_statistics`: returns can grow by half in an epoch, and the values
-        that V learns would lag behind. The quotients are clipped to [-10, 10].
+        Call it after `update_statistics`: returns can grow by half in an epoch, the deviation of
+        the epochs before would be too small, and V would be fitted to targets that are too large.
+        The quotients are clipped to [-10, 10].
         """
         return (rew / self.ret_stats.std).clip(-10, 10) if self.norm_rew else rew
 

@@ -1,4 +1,4 @@
-"""Exercises: write a function of an algorithm yourself, or find the one wrong line of a script.
+"""Exercises: write a function of an algorithm yourself, or find the one mistake in a script.
 
     python exercises/exercise.py                   list them: what is done, what is next
     python exercises/exercise.py start gae         write my_exercises/gae.py, to be completed

@@ -1,9 +1,9 @@
 """What failed, in a line or two for a learner: pytest's plugin for `exercise.py check`.
 
 The tests alone say what is right. This only explains: every call of the function to be written is
-repeated with the original's, and the first call with another result is noted; so are the test that
-fails and its message. EXERCISE in the environment is a JSON list: the script, the function ("" if
-there is none to compare), and the file to write.
+repeated with the original's. The test that fails is noted, and the first call with another result,
+or else the test's message. EXERCISE in the environment is a JSON list: the script, the function
+("" if there is none to compare), and the file to write.
 """
 
 import contextlib
