@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
@@ -274,7 +275,8 @@ def check_resume(directory, config, fixed):
     Raises:
         UsageError: the run cannot be continued with this config, or its files are damaged.
     """
-    saved = saved_epochs(directory / "checkpoint")
+    ranks = saved_epochs(directory / "checkpoint")
+    saved = [epoch for epoch, n in ranks.items() if n >= mpi.num_procs()]
     old, status, warnings = config, {"status": "running", "epoch": 0}, []
     try:
         if (directory / "config.json").exists() or saved:  # else it was stopped before it wrote one
@@ -327,9 +329,9 @@ def read_rows(path, epoch):
 
 
 def saved_epochs(directory):
-    """Numbers of epochs after which any rank has left a checkpoint, a set."""
+    """How many ranks have left a checkpoint: {epoch: ranks}. A killed save has those of some."""
     names = (path.name for path in directory.glob("epoch_*_rank_*.npz"))
-    return {int(name[6:12]) for name in names if name[6:12].isdigit()}
+    return Counter(int(name[6:12]) for name in names if name[6:12].isdigit())
 
 
 def checkpoint_path(directory, epoch):
@@ -361,14 +363,14 @@ def load_checkpoint(directory):
     """The newest checkpoint that is intact on all ranks; called by all ranks together.
 
     Returns:
-        (epoch, arrays): the number of finished epochs and this rank's state; (0, None) if nothing
-        was ever saved.
+        (epoch, arrays): the number of finished epochs and this rank's state; (0, None) if no epoch
+        was ever saved on all ranks.
 
     Raises:
         UsageError: there are checkpoints, and all are damaged.
     """
-    epochs = mpi.on_rank_0(saved_epochs, directory)
-    for epoch in sorted(epochs, reverse=True):
+    ranks = mpi.on_rank_0(saved_epochs, directory)
+    for epoch in sorted(ranks, reverse=True):
         error = None
         try:
             arrays = read_npz(checkpoint_path(directory, epoch))
@@ -382,6 +384,6 @@ def load_checkpoint(directory):
         if mpi.proc_id() == 0:
             name = f"checkpoint epoch_{epoch:06d}"
             print(f"WARNING: {name} is damaged ({errors[0]})", file=sys.stderr)
-    if epochs:
+    if max(ranks.values(), default=0) >= mpi.num_procs():  # else the first save was killed
         raise UsageError(f"no usable checkpoint in {directory}")
     return 0, None

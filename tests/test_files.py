@@ -252,6 +252,11 @@ if proc_id() == 1:  # one rank's file is lost: all go back together
 barrier()
 epoch, arrays = load_checkpoint(saves)
 assert epoch == 1 and list(arrays["mine"]) == [proc_id(), 1]
+barrier()
+if proc_id() == 1:  # as if the first save had been killed
+    os.unlink("saves/epoch_000001_rank_1.npz")
+barrier()
+assert load_checkpoint(saves) == (0, None)
 print("all well", flush=True)
 """
     assert mpi(tmp_path, source, 2, cwd=tmp_path).stdout.count("all well") == 2
