@@ -303,8 +303,12 @@ def check_resume(directory, config, fixed):
         finished = status["status"] == "finished" and epoch == epochs
         if 0 < epochs < epoch:
             raise ValueError(f"{epoch} epochs are done, --epochs is {epochs}")
-        # policy.npz is written at each save, just before the checkpoint.
-        if epoch and not finished and not saved and (directory / "policy.npz").exists():
+        # policy.npz is written at each save, just before the checkpoint. A run that failed in its
+        # first save has no checkpoint yet, and starts anew.
+        failed = status["status"] in ("failed", "interrupted")
+        first = failed and epoch <= config.get("save_freq", 1)
+        gone = not (saved or first) and (directory / "policy.npz").exists()
+        if epoch and not finished and gone:
             text = f"{epoch} epochs are done, and their checkpoints are gone"
             raise ValueError(f"{text}; --overwrite starts anew")
     except (OSError, ValueError, AttributeError, KeyError) as e:  # a damaged file, of any kind

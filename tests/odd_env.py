@@ -55,7 +55,7 @@ class Fault:
             self.happen()
 
     def fsync(self, fd, real=os.fsync):
-        """In the middle of a save: replay rows are written, the checkpoint has no name yet."""
+        """In the middle of a save: the checkpoint is written and has no name yet."""
         if "checkpoint/.epoch_" in os.readlink(f"/proc/self/fd/{fd}"):
             os.fsync = real
             self.happen()

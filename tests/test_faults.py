@@ -187,6 +187,24 @@ def test_one_fault_after_another(tmp_path, script, ranks, career):
     assert not list(directory.rglob(".*.tmp"))  # nothing half-written is left
 
 
+FIRST = [("save", "raises"), slow("rollout", "full_disk"), slow("save", "kill")]
+FIRST += [slow("save", "sigterm_twice")]
+
+
+@pytest.mark.parametrize("where, how", FIRST)
+def test_a_fault_in_the_first_save(tmp_path, where, how):
+    """Not all ranks have left a checkpoint, and none was there before: the run starts anew."""
+    words = flags("ppo_torch", data_dir=tmp_path, epochs=2)
+    run("ppo_torch", *words, "--exp-name", "whole", ranks=2)
+    words += ["--exp-name", "unlucky", "--resume"]
+    fault = {"rank": 1, "where": where, "how": how, "at": 5, "told": str(tmp_path / "told")}
+    run("ppo_torch", *words, ranks=2, env={"FAULT": json.dumps(fault)}, check=False)
+    directory = run_dir(tmp_path, "unlucky")
+    assert (tmp_path / "told").exists() and not list(directory.glob("checkpoint/epoch_*_rank_1*"))
+    run("ppo_torch", *words, ranks=2)
+    assert_same_run(run_dir(tmp_path, "whole"), directory)
+
+
 KILLED = [("ppo_torch", 2), slow("ppo_torch", 1), slow("ppo_tf1", 1), slow("sac_torch", 2)]
 
 

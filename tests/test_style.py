@@ -206,12 +206,12 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 1114,
-    "common/ tokens": 11186,
+    "common/ lines": 1117,
+    "common/ tokens": 11219,
     "common/ files": 8,
     "benchmark/ lines": 1672,
     "exercises/ lines": 309,
-    "tests/ lines": 4781,
+    "tests/ lines": 4794,
     "names from common/": 10,
     "tf1 longer than torch": 13,
 }
