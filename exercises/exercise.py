@@ -246,12 +246,12 @@ def curve(exercise):
     scripts = {"original": ROOT / "algos" / f"{exercise['script']}.py", "yours": solution(name)}
     with tempfile.TemporaryDirectory() as folder:
         print(f"Training both: {' '.join(flags)}; this takes a minute or two ...", flush=True)
-        for i, (label, script) in enumerate(scripts.items()):
-            command = [sys.executable, script, *flags, "--data-dir", folder, "--exp-name", label]
-            processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
-            if cores:  # one thread each, and a core if there are two
-                os.sched_setaffinity(processes[-1].pid, {cores[i % len(cores)]})
         try:
+            for i, (label, script) in enumerate(scripts.items()):
+                words = [sys.executable, script, *flags, "--data-dir", folder, "--exp-name", label]
+                processes.append(subprocess.Popen(words, stdout=subprocess.DEVNULL))
+                if cores:  # one thread each, and a core if there are two
+                    os.sched_setaffinity(processes[-1].pid, {cores[i % len(cores)]})
             if sum(process.wait() for process in processes):
                 raise UsageError("a run has failed; its message is above")
         finally:

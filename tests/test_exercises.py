@@ -1,11 +1,14 @@
 """Exercises fit the scripts, their tests tell right from wrong, and wrong answers are explained."""
 
 import ast
+import os
+import signal
+import subprocess
 import sys
 import tomllib
 
 import pytest
-from conftest import NO_TENSORFLOW, ROOT
+from conftest import NO_TENSORFLOW, ROOT, processes, wait_for
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import exercise as program
@@ -113,6 +116,23 @@ def test_bad_commands(learner, words, capsys):
     with pytest.raises(SystemExit, match="2"):
         learner(words)
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_ctrl_c_ends_the_runs(learner, tmp_path):
+    learner("start bug-flat-return")
+    source = f"""
+import pathlib, signal, sys
+sys.path.insert(0, {str(ROOT / "exercises")!r})
+import exercise
+exercise.MINE = pathlib.Path({str(tmp_path)!r}, "my_exercises")
+signal.signal(signal.SIGINT, signal.default_int_handler)
+exercise.main(["curve", "bug-flat-return"])"""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", source], env=env, stderr=subprocess.PIPE)
+    wait_for(lambda: len(list(tmp_path.glob("*/*/*/config.json"))) == 2)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == b"" and process.returncode == 130
+    assert not processes(tmp_path)
 
 
 @pytest.mark.slow

@@ -209,9 +209,9 @@ LIMITS = {
     "common/ lines": 1117,
     "common/ tokens": 11219,
     "common/ files": 8,
-    "benchmark/ lines": 1672,
+    "benchmark/ lines": 1666,
     "exercises/ lines": 309,
-    "tests/ lines": 4794,
+    "tests/ lines": 4811,
     "names from common/": 10,
     "tf1 longer than torch": 13,
 }
