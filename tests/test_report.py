@@ -92,10 +92,9 @@ def test_cells_are_smoothed_by_seed_and_compared_with_the_reference(tmp_path, mo
             ends.append(y[244:255].mean() if epochs > 254 else y[244:251].mean())
     for seed, epochs in enumerate((75, 75, 250)):
         write_run(tmp_path / "data", seed, [40.0] * epochs, env="Swimmer-v4")
-    for seed in range(4):  # three of them are those that the settings were chosen on
-        for env in ("Hopper-v4", "Ant-v4")[: 1 + (seed < 3)]:
-            more = {"exp_name": "strong_x", "script": "vpg_torch.py"}
-            write_run(tmp_path / "data", seed, [1000.0 * seed] * 250, env=env, **more)
+    for seed in range(3):
+        more = {"exp_name": "strong_x", "script": "vpg_torch.py", "env": "Ant-v4"}
+        write_run(tmp_path / "data", seed, [1000.0 * seed] * 250, **more)
     report.collect([str(tmp_path / "data")], tmp_path)
     results = report.Results(tmp_path)
     cheetah, *swimmer = results.cells[results.cells.settings == "plain"].itertuples()
@@ -109,7 +108,7 @@ def test_cells_are_smoothed_by_seed_and_compared_with_the_reference(tmp_path, mo
     cells = f"{cheetah.ours} | – | – | {swimmer[0].ours}; 40 (1) | – |"
     assert f"**PPO, PyTorch** | {cells}" in tables[0]
     assert "| 5700, tianshou-pytorch, HalfCheetah-v3 |" in tables[0] and "Flow 1**" not in tables[0]
-    assert "strong** | – | 3000 (1) | – | – | 1000 ± 2500 (3 tuned) |" in tables[1]
+    assert "strong** | – | – | – | – | 1000 ± 2500 (3) |" in tables[1]
     text = report.verdict(results, ["ppo"])
     assert "below 0 in 2 of 2 cells (ppo_torch on HalfCheetah, ppo_torch on Swimmer)" in text
     assert "above 0 in 0 of 2 cells. These cells have 3 seeds." in text
