@@ -306,12 +306,12 @@ def check_resume(directory, config, fixed):
         # policy.npz is written at each save, just before the checkpoint. A run that failed in its
         # first save has no checkpoint yet, and starts anew.
         failed = status["status"] in ("failed", "interrupted")
-        first = failed and epoch <= config.get("save_freq", 1)
+        first = failed and epoch <= old.get("save_freq", 1)
         gone = not (saved or first) and (directory / "policy.npz").exists()
         if epoch and not finished and gone:
             text = f"{epoch} epochs are done, and their checkpoints are gone"
             raise ValueError(f"{text}; --overwrite starts anew")
-    except (OSError, ValueError, AttributeError, KeyError) as e:  # a damaged file, of any kind
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as e:  # a damaged file
         raise UsageError(f"cannot resume {directory}: {printable(e)}") from e
     return epoch, finished, [printable(text) for text in warnings]
 

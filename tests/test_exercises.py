@@ -126,6 +126,9 @@ sys.path.insert(0, {str(ROOT / "exercises")!r})
 import exercise
 exercise.MINE = pathlib.Path({str(tmp_path)!r}, "my_exercises")
 signal.signal(signal.SIGINT, signal.default_int_handler)
+table = exercise.exercises()
+table["bug-flat-return"]["curve"] = "--env-id CartPole-v1 --epochs 100000 --steps-per-epoch 200"
+exercise.exercises = lambda: table
 exercise.main(["curve", "bug-flat-return"])"""
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", source], env=env, stderr=subprocess.PIPE)

@@ -194,13 +194,14 @@ FIRST += [slow("save", "sigterm_twice")]
 @pytest.mark.parametrize("where, how", FIRST)
 def test_a_fault_in_the_first_save(tmp_path, where, how):
     """Not all ranks have left a checkpoint, and none was there before: the run starts anew."""
-    words = flags("ppo_torch", data_dir=tmp_path, epochs=2)
+    words = flags("ppo_torch", data_dir=tmp_path, epochs=2, save_freq=2)
     run("ppo_torch", *words, "--exp-name", "whole", ranks=2)
     words += ["--exp-name", "unlucky", "--resume"]
     fault = {"rank": 1, "where": where, "how": how, "at": 5, "told": str(tmp_path / "told")}
     run("ppo_torch", *words, ranks=2, env={"FAULT": json.dumps(fault)}, check=False)
     directory = run_dir(tmp_path, "unlucky")
     assert (tmp_path / "told").exists() and not list(directory.glob("checkpoint/epoch_*_rank_1*"))
+    words[words.index("--save-freq") + 1] = 1  # which the first process did not have
     run("ppo_torch", *words, ranks=2)
     assert_same_run(run_dir(tmp_path, "whole"), directory)
 

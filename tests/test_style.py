@@ -207,11 +207,11 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
     "common/ lines": 1117,
-    "common/ tokens": 11219,
+    "common/ tokens": 11221,
     "common/ files": 8,
     "benchmark/ lines": 1666,
     "exercises/ lines": 309,
-    "tests/ lines": 4811,
+    "tests/ lines": 4815,
     "names from common/": 10,
     "tf1 longer than torch": 13,
 }
