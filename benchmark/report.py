@@ -390,7 +390,7 @@ def verdict(results, algos):
     several = cells[cells.n > 1]
     for sign in (-1, 1):
         beyond = several[sign * several.difference > several.half]
-        names = ", ".join(f"{x.script} on {x.task}" for x in beyond.itertuples())
+        names = "; ".join(f"{s} on {', '.join(x.task)}" for s, x in beyond.groupby("script"))
         texts.append(f"{len(beyond)} of {len(several)} cells" + f" ({names})" * bool(names))
     text = f"The 95 % interval of our difference from the published mean lies below 0 in {texts[0]}"
     text += f", above 0 in {texts[1]}. These cells have {span(several.n)} seeds"

@@ -110,7 +110,7 @@ def test_cells_are_smoothed_by_seed_and_compared_with_the_reference(tmp_path, mo
     assert "| 5700, tianshou-pytorch, HalfCheetah-v3 |" in tables[0] and "Flow 1**" not in tables[0]
     assert "strong** | – | – | – | – | 1000 ± 2500 (3) |" in tables[1]
     text = report.verdict(results, ["ppo"])
-    assert "below 0 in 2 of 2 cells (ppo_torch on HalfCheetah, ppo_torch on Swimmer)" in text
+    assert "below 0 in 2 of 2 cells (ppo_torch on HalfCheetah, Swimmer)" in text
     assert "above 0 in 0 of 2 cells. These cells have 3 seeds." in text
     lines = "sb3 ppo_torch,9,8\npair ppo_tf1 ppo_torch,6,7\npair ppo_tf1 ppo_torch --x,4,5"
     (tmp_path / "speed.csv").write_text(f"speed.py,first,second\n{lines}")
