@@ -134,6 +134,9 @@ def test_the_sweeps_fit_their_scripts(path):
     assert not [name for name in names if name.startswith(sweep.grid.name)]
     for command in re.findall(r"plot.py data/(\S+)", path.read_text()):
         assert command == sweep.grid.name
+    table = (ROOT / "benchmark/README.md").read_text()
+    (row,) = re.findall(rf"^\|.*\(../sweeps/{path.name}\).*", table, re.M)
+    assert re.findall(r"(\d+) runs", row) in ([], [str(len(runs))])
     for planned in runs:  # every argument of a script is read
         text = (ROOT / "algos" / planned.fixed["script"]).read_text().split("# Networks")[0]
         names = re.findall(r"^    (\w+): .*= .*#", text, re.M)
