@@ -104,13 +104,15 @@ def settle(run, retry_failed):
 def core_shares(workers):
     """Sets of cores, one for each worker; None where cores cannot be assigned.
 
-    A run's threads follow from the cores that it may use (common/mpi.py, threads_per_rank).
-    With more workers than cores, several workers share one.
+    A run's threads follow from the cores that it may use (common/mpi.py, threads_per_rank), and its
+    rounding from its threads. So all sets are of one size, and a few cores may be left over. With
+    more workers than cores, several workers share one.
     """
     if workers == 1 or not hasattr(os, "sched_getaffinity"):
         return [None] * workers
     cores = sorted(os.sched_getaffinity(0))
-    return [set(cores[i::workers]) or {cores[i % len(cores)]} for i in range(workers)]
+    size = max(1, len(cores) // workers)
+    return [set(cores[i % len(cores) :: workers][:size]) for i in range(workers)]
 
 
 def prepare(run):
@@ -166,7 +168,7 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
     be resumed either way. Returns the first such signal, or None.
     """
     todo = deque(run for run in runs if settle(run, retry_failed) or run.outcome == "in use")
-    free = core_shares(max(1, min(workers, len(todo))))
+    free = core_shares(max(1, min(workers, len(runs))))  # len(todo) shrinks; a share must not grow
     active = {}  # run -> (its process, its cores)
     stops, handled, shown = [], 0, 0.0
     signals = (signal.SIGINT, signal.SIGTERM)

@@ -106,7 +106,7 @@ def read_run(frame):
     table["return"] = frame["AverageEpRet"]
     table["test_return"] = frame.get("AverageTestEpRet", np.nan)
     status = read_status(path)["status"] if (path / "status.json").exists() else "unknown"
-    versions = {"cpu": "unknown"} | (config.get("versions") or {})
+    versions = {"cpu": "unknown", "threads": 1} | (config.get("versions") or {})
     names = sorted(versions.keys() - {"cpu", "python", "mpi4py", "MPI"})
     row = {"script": Path(config["script"]).stem, "env": config["env_id"]}
     row |= {"settings": settings_of(config), "seed": config["seed"]}

@@ -203,9 +203,13 @@ def claim(directory, resume, overwrite):
 
 
 def describe(args, exp_name, script):
-    """config.json's content: arguments `args`, and what else the numbers of a run depend on."""
+    """config.json's content: arguments `args`, and what else the numbers of a run depend on.
+
+    Called by all ranks together.
+    """
     config = {**args, "exp_name": exp_name, "script": Path(script).name, "ranks": mpi.num_procs()}
     found = {"python": platform.python_version(), "cpu": cpu_name()}
+    found["threads"] = mpi.threads_per_rank()  # rounding depends on it
     for name in ("torch", "tensorflow", "gymnasium", "mujoco", "numpy", "mpi4py"):
         if name in sys.modules:
             found[name] = importlib.metadata.version(name)
@@ -213,11 +217,10 @@ def describe(args, exp_name, script):
         found["MPI"] = " ".join(library.Get_library_version().split("\n")[0].split())[:60]
     config |= {"versions": found | versions, "git_commit": None, "host": socket.gethostname()}
     # The commit of the project's checkout, with a + if files were changed; None outside git.
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40"]
+    git = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        words = [*git, "--exclude=*", "--dirty=+"]
-        done = subprocess.run(words, capture_output=True, text=True, check=True)
-        config["git_commit"] = done.stdout.strip()
+        options = {"cwd": Path(__file__).parent, "stderr": subprocess.DEVNULL, "text": True}
+        config["git_commit"] = subprocess.check_output(git, **options).strip()
     config["command"] = sys.argv
     return config | {"start_time": datetime.now().astimezone().isoformat(timespec="seconds")}
 

@@ -23,7 +23,7 @@ import pytest
 from conftest import FAKE, GRID, ROOT, contents, processes, read_status, run, wait_for
 
 from benchmark import flags, grid, launch
-from common import UsageError
+from common import UsageError, mpi
 
 SCRIPTS = sorted((ROOT / "algos").glob("*.py"))
 
@@ -266,8 +266,7 @@ def test_a_sweep_runs_all_and_a_second_time_none(main, tmp_path):
         directory = tmp_path / "data" / f"sweep_env{env}" / f"sweep_env{env}_s{seed}"
         assert returns(directory) == [100 * seed + k for k in (1, 2, 3)]
         config = read(directory)
-        assert config["hidden_sizes"] == [8, 4]
-        assert config["env_kwargs"] == {"ctrl_cost_weight": -1.5}
+        assert config["hidden_sizes"] == [8, 4] and config["env_kwargs"]["ctrl_cost_weight"] == -1.5
         assert "mpirun" in (directory / "launch.log").read_text().splitlines()[0]
     before = contents(tmp_path)
     code, out, _ = main("a.toml")
@@ -310,17 +309,18 @@ def test_ranks_and_cores(main, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     sweep = grid.Sweep(grid.ExperimentGrid("x"), FAKE, grid.Options(num_cpu="auto", workers=2))
     assert grid.plan(sweep)[0].fixed["ranks"] == 4
-    assert launch.core_shares(1) == [None]
     shares = launch.core_shares(3)
-    assert sorted(c for share in shares for c in share) == list(range(8))
-    assert sorted(map(len, shares)) == [2, 3, 3] and launch.core_shares(9)[8] == {0}
+    assert [*map(len, [*shares, set.union(*shares)])] == [2, 2, 2, 6]
+    assert launch.core_shares(1) == [None] and launch.core_shares(9)[8] == {0}
 
 
 def test_as_many_runs_at_a_time_as_there_are_workers(main, tmp_path, monkeypatch):
-    started, alive, start = [], [], launch.start
+    """With the same share of the cores, and thus of threads, where a sweep goes on with one run."""
+    started, alive, shares, start = [], [], [], launch.start
 
-    def count(*args):
-        started.append(start(*args))
+    def count(run, cores):
+        shares.append(len(cores))
+        started.append(start(run, cores))
         alive.append(sum(process.poll() is None for process in started))
         return started[-1]
 
@@ -328,6 +328,9 @@ def test_as_many_runs_at_a_time_as_there_are_workers(main, tmp_path, monkeypatch
     sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1, 2, 3]\nepochs = 1\nepoch_seconds = 1.5")
     assert main(sweep, "--workers", 3)[0] == 0
     assert alive[:3] == [1, 2, 3] and max(alive) == 3 and len(alive) == 4
+    (tmp_path / "data/sweep/sweep_s3").rename(tmp_path / "gone")
+    assert main(sweep, "--workers", 3)[0] == 0
+    assert shares == [max(1, mpi.cores() // 3)] * 5
 
 
 def test_the_reason_why_a_run_has_no_return_is_said(main):

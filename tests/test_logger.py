@@ -183,17 +183,19 @@ def test_a_run_is_never_written_over(tmp_path):
 
 
 def test_what_may_change_on_resume(tmp_path, capsys):
-    """Not the arguments; versions with a warning; epochs, as long as there are checkpoints."""
+    """Not the arguments; versions and threads with a warning; epochs, if there are checkpoints."""
     logger = start(tmp_path)
     epochs(logger, 2)
     logger.close()
     with pytest.raises(UsageError, match=r"cannot resume .*: lr was 0.1, is 0.2"):
         start(tmp_path, resume=True, lr=0.2)
     path = logger.output_dir / "config.json"
-    path.write_text(path.read_text().replace(f'"numpy": "{np.__version__}"', '"numpy": "1.0"'))
+    text = path.read_text().replace(f'"numpy": "{np.__version__}"', '"numpy": "1.0"')
+    path.write_text(re.sub('"threads": .', '"threads": 9', text))
     logger = start(tmp_path, resume=True, epochs=3)
     assert logger.load_state({}) == 2 and not logger.finished
-    assert f"numpy {np.__version__}; the run began with 1.0" in capsys.readouterr().out
+    said = rf"numpy {np.__version__}; the run began with 1.0\s.*threads \d+; the run began with 9\s"
+    assert re.search(said, capsys.readouterr().out)
     epochs(logger, 1)
     assert logger.close(clear=True)
     with pytest.raises(UsageError, match=r"cannot resume .*3 epochs are done, and their checkp"):

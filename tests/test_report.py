@@ -53,7 +53,7 @@ def test_collect_takes_runs_in_and_replaces_them(tmp_path):
     ]
     names = ["ppo_torch_Ant-v4_normalised_s1", "ppo_torch_Hopper-v4_s0"]
     assert runs.run.tolist() == [*names, "sac_tf1_Hopper-v4_gamma-0-9-num-cpu-2_s2"]
-    assert runs.versions[0] == "numpy 2" and runs.seconds.tolist() == [4, 6, 2]
+    assert runs.versions[0] == "numpy 2, threads 1" and runs.seconds.tolist() == [4, 6, 2]
     hopper = curves[curves.run == "ppo_torch_Hopper-v4_s0"]
     assert hopper[["steps", "return"]].to_numpy().tolist() == [[4000, 1.5], [12000, 3]]
     assert curves[curves.run.str.startswith("sac")].test_return.tolist() == [1007]
