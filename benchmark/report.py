@@ -49,6 +49,10 @@ FRAMEWORKS = {"torch": "PyTorch", "tf1": "TensorFlow 1"}
 KINDS = {"PyTorch": ("torch", "plain"), "TensorFlow 1": ("tf1", "plain")}
 KINDS |= {"normalised": ("torch", "normalised"), "strong": ("torch", "strong")}
 TYPES = dict.fromkeys(("commit", "cpu", "arguments", "versions"), str)  # 12e4567 is no number
+# Runs of PPO that compare versions: a title, the suffix of the task, the settings.
+MUJOCO = "3.2.7"  # of the tables
+VERSIONS = [(f"-v4, MuJoCo {MUJOCO}", "", "plain"), (f"-v5, MuJoCo {MUJOCO}", "-v5", "plain")]
+VERSIONS += [("-v4, MuJoCo 4.0.0", "", "plain, MuJoCo 4.0.0")]
 MAX_ROWS = 300  # of one run in curves.csv
 MARKS = (100_000, 300_000, 500_000, 1_000_000)  # steps at which returns are compared
 # What the published settings change of a script's defaults; arguments that numbers do not depend
@@ -86,13 +90,15 @@ def arguments(config, usual, *others):
 def settings_of(config):
     """A run's settings: "plain", "normalised", or the flags that differ from the published ones.
 
-    Those of sweeps/strong_*.toml are "strong".
+    Those of sweeps/strong_*.toml are "strong". Another MuJoCo than that of the tables is named.
     """
-    if str(config.get("exp_name")).startswith("strong_"):
-        return "strong"
     words = arguments(config, PLAIN[family_of(config["script"])], "epochs", "device", "compile")
     words += f" --num-cpu {config.get('ranks', 1)}" * (config.get("ranks", 1) > 1)
-    return {"": "plain", "--norm-obs --norm-rew": "normalised"}.get(words, words.strip())
+    words = {"": "plain", "--norm-obs --norm-rew": "normalised"}.get(words, words.strip())
+    if str(config.get("exp_name")).startswith("strong_"):
+        words = "strong"
+    mujoco = (config.get("versions") or {}).get("mujoco", MUJOCO)
+    return words + f", MuJoCo {mujoco}" * (mujoco != MUJOCO)
 
 
 def family_of(script):
@@ -220,7 +226,8 @@ class Results:
 
     runs: the rows of runs.csv. points, curves: of each run, its rows of curves.csv, and (steps [T],
     smoothed return [T]). groups: {(script, task, settings): rows of runs, with columns for the
-    return at each of MARKS, NaN if it has not come so far}. cells: see make_cells.
+    return at each of MARKS, NaN if it has not come so far}; task is the -v4 one's name without that
+    suffix. cells: see make_cells.
     """
 
     def __init__(self, results=RESULTS):
@@ -256,9 +263,10 @@ class Results:
                 ours = values.mean(), values.std(), len(values)
                 late = "" if mark == MARKS[-1] else f" at {plot.step_label(mark)}"
                 row = {"script": script, "task": task, "settings": settings, "n": len(values)}
-                if settings == "plain" and (band := reference(script, task, mark)):
+                known = task in ENVS and settings == "plain"  # published for -v3, close to -v4
+                if known and (band := reference(script, task, mark)):
                     x, width = welch(ours, band)
-                    note = "" if not abs(x) > width else " ↑" if x > 0 else " ↓"
+                    note = arrow(x, width)
                     row |= {"difference": x, "half": width, "std": band[1]}
                     more = f"{estimate(x, width, '+', band[1])}{note}{late}"
                     row["more"] = f"{estimate(*interval(*band))}, {more}"
@@ -355,6 +363,11 @@ def estimate(value, half, sign="", std=None):
     return text if np.isnan(half) else f"{text} ± {round(half, place):.0f}"
 
 
+def arrow(difference, half):
+    """The mark of a difference whose interval excludes 0: " ↑" or " ↓", else ""."""
+    return "" if not abs(difference) > half else " ↑" if difference > 0 else " ↓"
+
+
 def by_task(cells, script, settings="plain", column="ours"):
     cells = cells[(cells.script == script) & (cells.settings == settings)]
     return ["; ".join(cells[column][cells.task == task].dropna()) or "–" for task in ENVS]
@@ -417,6 +430,24 @@ def comparisons(results):
                 rows.append(row)
     header = ["", "of", "tasks", "seeds", "probability of improvement", "IQM", "IQM, PyTorch plain"]
     return markdown(header, rows)
+
+
+def versions(results):
+    """PPO in PyTorch at 1M steps with other versions of tasks and MuJoCo, and what that changes."""
+    ends, rows = {}, []
+    for (script, *key), runs in results.groups.items():
+        x = runs[MARKS[-1]].dropna()
+        if script == "ppo_torch" and len(x):
+            ends[tuple(key)] = x.mean(), x.std(), len(x)
+    for title, suffix, settings in VERSIONS:
+        row, changes = [title], ["difference"]
+        for task in ENVS:
+            ours, usual = ends.get((task + suffix, settings)), ends.get((task, "plain"))
+            row.append(f"{estimate(*interval(*ours))} ({ours[2]})" if ours else "–")
+            change = welch(ours, usual) if ours and usual else None
+            changes.append(estimate(*change, "+") + arrow(*change) if change else "–")
+        rows += [row, changes] if rows else [row]
+    return markdown(["", *ENVS], rows)
 
 
 def summary(results):
@@ -559,6 +590,7 @@ def make(root=ROOT):
     results, files = Results(), {}
     tables = {"summary": summary(results), "cost": cost(results)}
     tables |= {"verdict": verdict(results, ALGOS), "comparisons": comparisons(results)}
+    tables |= {"versions": versions(results)}
     for family, algos in FAMILIES.items():
         tables |= {family: returns(results, algos), f"verdict-{family}": verdict(results, algos)}
         svg = learning_curves(results, algos, list(KINDS)[: 4 if "vpg" in algos else 2], 1.7)

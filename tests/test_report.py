@@ -118,6 +118,29 @@ def test_cells_are_smoothed_by_seed_and_compared_with_the_reference(tmp_path, mo
     assert f"| 7 | {cells}" in report.summary(results)
 
 
+def test_versions_of_tasks_and_mujoco_are_compared_with_each_other_alone(tmp_path):
+    """Against scipy; the published means are of -v3, so no other version than -v4 has them."""
+    from scipy import stats
+
+    later = {"versions": {**VERSIONS, "mujoco": "4.0.0"}}
+    for seed, x in enumerate((1000.0, 1200.0, 1400.0)):
+        write_run(tmp_path, seed, [x] * 250, env="HalfCheetah-v4")
+        write_run(tmp_path, seed, [x + 900] * 250, env="HalfCheetah-v5")
+        write_run(tmp_path / "later", seed, [x / 2] * 250, env="HalfCheetah-v4", **later)
+    write_run(tmp_path / "later", 3, [7.0] * 250, norm_obs=True, **later)
+    report.collect([str(tmp_path)], tmp_path)
+    results = report.Results(tmp_path)
+    assert {"plain, MuJoCo 4.0.0", "--norm-obs, MuJoCo 4.0.0"} < set(results.runs.settings)
+    assert "ppo_torch_HalfCheetah-v4_plain-MuJoCo-4-0-0_s2" in set(results.runs.run)
+    test = stats.ttest_ind([500, 600, 700], [1000, 1200, 1400], equal_var=False)
+    low, high = test.confidence_interval()
+    header, _, *rows = report.versions(results).splitlines()
+    column = [row.split(" | ")[1] for row in (header, *rows)]
+    assert column[:4] == ["HalfCheetah", "1200 ± 500 (3)", "2100 ± 500 (3)", "+900 ± 450 ↑"]
+    assert column[4:] == ["600 ± 250 (3)", f"-600 ± {round((high - low) / 2, -1):.0f} ↓"]
+    assert "of 1 cells (ppo_torch on HalfCheetah)," in report.verdict(results, ["ppo"])
+
+
 def test_numbers_have_no_more_digits_than_their_intervals():
     numbers = [(1234.5, 567, ""), (-0.4, 3.21, ""), (8580, np.nan, "+"), (99.6, 9.96, "")]
     texts = ["1230 ± 570", "0 ± 3", "+8600", "100 ± 10"]

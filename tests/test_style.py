@@ -209,9 +209,9 @@ LIMITS = {
     "common/ lines": 1117,
     "common/ tokens": 11221,
     "common/ files": 8,
-    "benchmark/ lines": 1667,
+    "benchmark/ lines": 1691,
     "exercises/ lines": 309,
-    "tests/ lines": 4819,
+    "tests/ lines": 4838,
     "names from common/": 10,
     "tf1 longer than torch": 13,
 }
