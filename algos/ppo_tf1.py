@@ -51,7 +51,7 @@ class Args:
     save_freq: PosInt = 10  # epochs between checkpoints
     snapshots: bool = False  # keep the policy of every save, and the best so far
     num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
-    resume: bool | str = False  # continue the run in the directory; or in DIR, with its arguments
+    resume: bool | str = False  # continue the run of this name and seed; or DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
     # Environment
     env_id: str = "HalfCheetah-v4"  # a Gymnasium id; my_package:MyEnv-v0 imports my_package first

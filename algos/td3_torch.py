@@ -47,7 +47,7 @@ class Args:
     save_freq: PosInt = 10  # epochs between checkpoints
     snapshots: bool = False  # keep the policy of every save, and the best so far
     num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
-    resume: bool | str = False  # continue the run in the directory; or in DIR, with its arguments
+    resume: bool | str = False  # continue the run of this name and seed; or DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
     device: str = "cpu"  # where the networks are trained: cpu, cuda, cuda:1, ...
     compile: bool = True  # compile the update: a wait at the start, then about twice as fast
@@ -270,7 +270,7 @@ def train(args):
         info = {"LossQ": loss_q, "Q1Vals": q1, "Q2Vals": q2}
 
         if update_pi:
-            # Policy: gradient ascent on the new Q function, which stays fixed.
+            # Policy: gradient ascent on the new Q function, which pi_optimizer leaves as it is.
             loss_pi = compute_loss_pi(ac, obs)
             pi_optimizer.minimize(loss_pi)
             info["LossPi"] = loss_pi

@@ -1,4 +1,4 @@
-"""What all twelve scripts share, and nothing about learning."""
+"""What all twelve scripts share. The algorithms are in the scripts."""
 
 
 class UsageError(ValueError):
