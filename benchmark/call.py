@@ -13,16 +13,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # to find common
 from common.files import write_status
-from common.mpi import abort, num_procs, proc_id
+from common.mpi import abort, broadcast, num_procs, proc_id
 
 
 def main(directory):
-    record = Path(directory, "call")
+    record, taken = Path(directory, "call"), False
     if proc_id() == 0:
         lock = open(record / ".lock", "a")  # noqa: SIM115 - held until this process ends
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        write_status(record, "running", 0, 0)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            taken = True
+    if broadcast(taken):
+        sys.exit(2)
     try:
+        if proc_id() == 0:
+            write_status(record, "running", 0, 0)
         with open(record / "function.pkl", "rb") as f:
             sys.path[:] = pickle.load(f)  # modules are found where grid.py finds them
             function, kwargs = pickle.load(f)

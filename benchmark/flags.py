@@ -96,7 +96,7 @@ def to_words(hints, params):
             hint = f"a list; in a sweep file, a list of lists: [[{value!r}, ...]]"
             raise UsageError(f"{option}: expected {'one value' if many else hint}")
         if isinstance(value, dict):
-            value = json.dumps(value, allow_nan=False, default=str)
+            value = json.dumps(value, allow_nan=False, default=plain)
         # A function or class, such as nn.Tanh, is its name in lower case.
         values = [
             str(getattr(v, "__name__", "").lower() or v) for v in (value if many else [value])
@@ -104,6 +104,11 @@ def to_words(hints, params):
         # After a =, since a word that begins with a dash would look like a flag.
         words += [f"{option}={values[0]}", *values[1:]] if values else [option]
     return words
+
+
+def plain(x):
+    """NumPy's numbers and arrays as Python's; anything else as text."""
+    return x.tolist() if hasattr(x, "tolist") else str(x)
 
 
 def takes_list(hints, name):

@@ -86,7 +86,7 @@ def in_use(run):
             fcntl.flock(f, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
     except OSError as e:
-        return not isinstance(e, FileNotFoundError)
+        return isinstance(e, BlockingIOError)
 
 
 def settle(run, retry_failed):
@@ -245,11 +245,11 @@ def ended(run, code, stopping):
 
 
 def say(text):
-    """Print a line. A closed pipe (`| head -1`) is no error: the runs go on."""
+    """Print a line. A closed pipe (`| head -1`) or terminal is no error: the runs go on."""
     try:
         with tqdm.external_write_mode():
             print(text, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -286,5 +286,7 @@ def summary(runs, name, seconds):
             lines += [f"    {x.rstrip()}" for x in text.splitlines() if x.strip()][-6:]
             lines.append(f"    log: {run.log}")
     if not all(run.outcome.startswith("finished") for run in runs):
-        lines += ["", "The same command goes on; with --retry-failed, also with what failed."]
+        again = "The same command goes on; with --retry-failed, also with what failed."
+        later = "The same command would begin anew: --resume DIR goes on with a run of a script."
+        lines += ["", later if runs[0].stamp else again]
     return "\n".join(lines)

@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import textwrap
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -113,16 +114,16 @@ def find_runs(logdir, select=(), exclude=()):
     return sorted(runs, key=natural_key)
 
 
-def get_datasets(logdir, condition=None, select=(), exclude=()):
+def get_datasets(logdir, condition=None, select=(), exclude=(), units=None):
     """Every run below `logdir`, as a list of DataFrames: its progress.txt with added columns.
 
-    Unit (int, counts the seeds of one Condition1), Condition1 (`condition`, or the run's exp_name),
-    Condition2 (Condition1-<Unit>), and Performance (AverageTestEpRet where the run has it, else
-    AverageEpRet). `frame.attrs` holds the path, "run_dir", the content of config.json, "config",
-    and "env", "algo", "framework", "" where unknown. Runs that cannot be read are named on stderr
-    and left out.
+    Unit (int, counts the seeds of one Condition1, on from `units`, a dict, if there is one),
+    Condition1 (`condition`, or the run's exp_name), Condition2 (Condition1-<Unit>), and Performance
+    (AverageTestEpRet where the run has it, else AverageEpRet). `frame.attrs` holds the path,
+    "run_dir", the content of config.json, "config", and "env", "algo", "framework", "" where
+    unknown. Runs that cannot be read are named on stderr and left out.
     """
-    datasets, units = [], {}
+    datasets, units = [], {} if units is None else units
     for run in find_runs(logdir, select, exclude):
         try:
             frame = read_progress(os.path.join(run, "progress.txt"))
@@ -179,9 +180,10 @@ def get_all_datasets(all_logdirs, legend=(), select=(), exclude=()):
     if legend and len(legend) != len(logdirs):
         text = f"--legend has {len(legend)} names for {len(logdirs)} directories"
         raise ValueError(f"{text}: {' '.join(logdirs)}")
-    datasets = {}  # by path: a run that is below two logdirs counts once
+    datasets, units = {}, {}  # by path: a run that is below two logdirs counts once
     for i, logdir in enumerate(logdirs):
-        for frame in get_datasets(logdir, legend[i] if legend else None, select, exclude):
+        name = legend[i] if legend else None
+        for frame in get_datasets(logdir, name, select, exclude, units):
             datasets.setdefault(os.path.realpath(frame.attrs["run_dir"]), frame)
     return list(datasets.values())
 
@@ -247,13 +249,14 @@ def collect_curves(datasets, xaxis, value, count=False, smooth=1, est="mean"):
     """
     groups = {}
     for data in datasets:
-        missing = [column for column in (xaxis, value) if column not in data]
+        numbers = data.select_dtypes("number")
+        missing = [column for column in (xaxis, value) if column not in numbers]
         if missing:
-            warn(f"left out {data.attrs['run_dir']}: no column {missing[0]}")
+            warn(f"left out {data.attrs['run_dir']}: no column {missing[0]} of numbers")
             continue
         condition = data["Condition2" if count else "Condition1"].iloc[0]
         groups.setdefault((data.attrs["env"], condition), []).append(data)
-    curves = []
+    curves, short = [], Counter((env, curve_label(name, env)) for env, name in groups)
     for (env, condition), runs in groups.items():
         table = stack_runs(runs, xaxis, value, smooth)
         if table.empty:
@@ -265,7 +268,10 @@ def collect_curves(datasets, xaxis, value, count=False, smooth=1, est="mean"):
         curve = pd.DataFrame({est: center, "low": center - std, "high": center + std})
         curve = curve.assign(n=table.count(axis=1)).rename_axis(xaxis).reset_index()
         tested = value == "Performance" and all("AverageTestEpRet" in run for run in runs)
-        curve.attrs = {"env": env, "label": curve_label(condition, env), "value": value}
+        label = curve_label(condition, env)
+        if short[env, label] > 1:  # the environment tells two experiments apart
+            label = curve_label(condition, "")
+        curve.attrs = {"env": env, "label": label, "value": value}
         curve.attrs["ylabel"] = AXIS_LABELS.get("AverageTestEpRet" if tested else value, value)
         for key in ("algo", "framework"):
             kinds = {run.attrs[key] for run in runs}

@@ -150,7 +150,7 @@ def collect(logdirs, results=RESULTS):
     if not runs:
         raise ValueError(f"no run to collect in {' '.join(logdirs)}")
     curves = pd.concat(curves.values())[["run", "steps", "return", "test_return"]]
-    for name, new in ("runs", pd.DataFrame(runs.values())), ("curves", curves):
+    for name, new in ("curves", curves), ("runs", pd.DataFrame(runs.values())):
         path = results / f"{name}.csv"
         old = pd.read_csv(path, dtype=TYPES) if path.exists() else new[:0]
         new = pd.concat([old[~old.run.isin(runs)], new])[list(new)]
@@ -199,6 +199,8 @@ def compare(row, frame, results):
     now, table = read_run(frame)
     k = -(-row.steps // table["steps"][0] // MAX_ROWS)  # epochs a point
     new = thin(table[: len(table) // k * k], k)
+    if new.empty:
+        raise ValueError(f"nothing to compare: a point of curves.csv has {k} epochs with a return")
     new = new.map(lambda x: float(f"{x:.6g}") if x % 1 else x)  # as in curves.csv
     old = results.points[row.run].query(f"steps <= {new['steps'].max()}")
     both = old.merge(new, "outer", "steps").fillna(np.inf)
@@ -307,10 +309,12 @@ def smooth(table):
 def reference(script, task, mark):
     """Spinning Up's published (mean, standard deviation, seeds) at `mark` steps, or None.
 
-    TRPO was published for TensorFlow alone, which stands in for PyTorch.
+    TRPO was published for TensorFlow alone, which stands in for PyTorch. The published bands are
+    deviations of ten seeds as of a population (np.std in seaborn's tsplot); ours are of a sample.
     """
-    found = plot.reference_curve(*script.split("_"), task)
-    return found and (*(np.interp(mark, found[1], y) for y in found[2:]), 10)
+    if found := plot.reference_curve(*script.split("_"), task):
+        mean, std = (np.interp(mark, found[1], y) for y in found[2:])
+        return mean, std * np.sqrt(10 / 9), 10
 
 
 def interval(mean, std, n):

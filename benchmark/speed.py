@@ -118,6 +118,9 @@ def measure(args):
     """Measure what one command line asks for, pair by pair: {column of HEADER: value}."""
     if len(args.scripts) != (2 if args.what == "pair" else 1):
         raise UsageError("pair takes two scripts, and ranks, sb3 and sbx take one")
+    for script in args.scripts:
+        if not (ROOT / "algos" / f"{script}.py").exists():
+            raise UsageError(f"there is no script algos/{script}.py")
     script, other = args.scripts[0], args.scripts[-1]  # the same, but for a pair
     rates = []
     for i in range(args.pairs):

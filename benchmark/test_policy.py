@@ -246,6 +246,9 @@ def main(argv=None):
         config, policy = read_config(args.run_dir), find_policy(args.run_dir, args.itr)
         get_action = load_policy(args.run_dir, args.itr, args.deterministic, args.seed)
         env = load_env(args.run_dir, "human" if args.render else args.video and "rgb_array")
+        n, wanted = env.observation_space.shape[0], len(policy["layers"][0][0])
+        if n != wanted:
+            raise UsageError(f"the policy takes {wanted} numbers, the environment observes {n}")
         if args.video:
             from gymnasium.wrappers import RecordVideo
 

@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -33,6 +33,8 @@ def _json_dict(words):
     value = json.loads(words[0])
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {words[0]}")
+    if files.convert_json(value) != value:
+        raise ValueError("config.json cannot hold NaN and infinities")
     return value
 
 
@@ -126,11 +128,14 @@ def _args_of_run(Args, directory):
 
 
 def check_args(args):
-    """Raise UsageError if a number in a dataclass is out of the range of its annotation."""
+    """Raise UsageError if a value in a dataclass is not one that its annotation allows."""
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
         words = [word for part in get_args(hint) for word in get_args(part)]  # of Literal["auto"]
         numbers = value if isinstance(value, tuple | list) else [value]
+        if get_origin(hint) is Literal and value not in get_args(hint):
+            choices = ", ".join(get_args(hint))
+            raise UsageError(f"{flag(name)} must be one of {choices}, not {value!r}")
         for limit in _ranges(hint) if value not in words else ():
             if not all(map(limit.holds, numbers)):
                 each = "a list, each " if numbers is value else ""

@@ -11,7 +11,6 @@ and raise OSError where a file is missing and ValueError where it is damaged.
 import contextlib
 import dataclasses
 import fcntl
-import importlib.metadata
 import json
 import os
 import platform
@@ -188,9 +187,11 @@ def claim(directory, resume, overwrite):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if find(directory, RUN_FILES) and not (resume or overwrite):
             error = f"{directory} holds a run: --resume continues it, --overwrite replaces it"
-    except OSError:
+    except BlockingIOError:
         lock.seek(0)
         error = f"{directory} is in use by {printable(lock.read(200).decode('utf-8', 'replace'))}"
+    except OSError as e:
+        error = f"cannot lock {directory}: {e.strerror}"
     if error:
         lock.close()
         raise UsageError(error)
@@ -198,7 +199,7 @@ def claim(directory, resume, overwrite):
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     lock.flush()
     for path in find(directory, HALF_WRITTEN + (RUN_FILES if overwrite else [])):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     return lock
 
 
@@ -212,7 +213,7 @@ def describe(args, exp_name, script):
     found["threads"] = mpi.threads_per_rank()  # rounding depends on it
     for name in ("torch", "tensorflow", "gymnasium", "mujoco", "numpy", "mpi4py"):
         if name in sys.modules:
-            found[name] = importlib.metadata.version(name)
+            found[name] = str(sys.modules[name].__version__)
     if library := sys.modules.get("mpi4py.MPI"):
         found["MPI"] = " ".join(library.Get_library_version().split("\n")[0].split())[:60]
     config |= {"versions": found | versions, "git_commit": None, "host": socket.gethostname()}
@@ -306,11 +307,10 @@ def check_resume(directory, config, fixed):
         finished = status["status"] == "finished" and epoch == epochs
         if 0 < epochs < epoch:
             raise ValueError(f"{epoch} epochs are done, --epochs is {epochs}")
-        # policy.npz is written at each save, just before the checkpoint. A run that failed in its
-        # first save has no checkpoint yet, and starts anew.
-        failed = status["status"] in ("failed", "interrupted")
-        first = failed and epoch <= old.get("save_freq", 1)
-        gone = not (saved or first) and (directory / "policy.npz").exists()
+        # Networks and policy are written at each save, just before the checkpoint. A run that
+        # failed in its first save has no checkpoint yet, and starts anew: its status has an error.
+        first = status.get("error") and epoch <= old.get("save_freq", 1)
+        gone = not (saved or first) and find(directory, ["policy.npz", "torch_save", "tf1_save"])
         if epoch and not finished and gone:
             text = f"{epoch} epochs are done, and their checkpoints are gone"
             raise ValueError(f"{text}; --overwrite starts anew")
@@ -338,7 +338,8 @@ def read_rows(path, epoch):
 def saved_epochs(directory):
     """How many ranks have left a checkpoint: {epoch: ranks}. A killed save has those of some."""
     names = (path.name for path in directory.glob("epoch_*_rank_*.npz"))
-    return Counter(int(name[6:12]) for name in names if name[6:12].isdigit())
+    epochs = [name.split("_")[1] for name in names]
+    return Counter(int(epoch) for epoch in epochs if epoch.isdigit())
 
 
 def checkpoint_path(directory, epoch):

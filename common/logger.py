@@ -12,6 +12,7 @@ and config.json. All methods are called by all ranks together. Rank 0 writes, bu
 each rank has its own.
 """
 
+import contextlib
 import os
 import shutil
 import socket
@@ -155,8 +156,8 @@ class EpochLogger:
     def release(self):
         """Close all files and let other processes have the directory."""
         self.closed = True
-        for file in (self.events, self.lock):
-            if file:
+        for file in filter(None, (self.events, self.lock)):
+            with contextlib.suppress(OSError):  # a full disk
                 file.close()
 
     # Terminal and tables ------------------------------------------------------------------------
@@ -317,9 +318,11 @@ class EpochLogger:
         named = {"policy.npz": policy}
         if self.snapshots and self.save_due():
             named[f"policy_{self.epoch}.npz"] = policy
-            returns = self.last_row.get("AverageTestEpRet", self.last_row.get("AverageEpRet", 0))
-            if returns > self.best:
-                self.best = returns
+            keys = ("AverageTestEpRet", "AverageEpRet")
+            test_ret, ret = (self.last_row.get(key, np.nan) for key in keys)
+            ret = ret if np.isnan(test_ret) else test_ret
+            if ret > self.best:
+                self.best = ret
                 named["policy_best.npz"] = {**judged, "epoch": self.epoch - 1} if judged else policy
         for name, arrays in named.items():
             for i, (W, b) in enumerate(arrays.get("weights", [])):

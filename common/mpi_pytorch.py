@@ -42,8 +42,10 @@ def setup(device="cpu"):
     if device == "cuda" and torch.cuda.is_available():
         device = f"cuda:{mpi.proc_id() % torch.cuda.device_count()}"
     try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as e:
+        probe = torch.zeros((), dtype=torch.float64, device=device)
+        probe.item()  # there are devices without float64, and without values
+        return probe.device
+    except (RuntimeError, AssertionError, TypeError) as e:
         raise UsageError(f"--device {device} cannot be used: {str(e).splitlines()[0]}") from e
 
 
@@ -103,7 +105,8 @@ def compile(function, device):
         warnings.warn("not compiled, and slower: there is no C++ compiler", stacklevel=2)
         return function
     if mpi.proc_id() == 0:
-        print("The first update is compiled: about half a minute the first time.", flush=True)
+        with contextlib.suppress(OSError):  # nobody reads any more
+            print("The first update is compiled: about half a minute the first time.", flush=True)
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad may stand in the function
     capture = device.type == "cuda" and mpi.num_procs() == 1  # MPI cannot be part of a CUDA graph
     mode = "reduce-overhead" if capture else "default"

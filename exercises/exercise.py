@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from common import UsageError
 from common.args import PosInt, parse_args
+from common.files import write_atomically
 
 MINE = ROOT / "my_exercises"
 ALGORITHMS = ["vpg", "ppo", "trpo", "ddpg", "td3", "sac"]  # the order of the course
@@ -163,7 +164,7 @@ def records(name=None, **changes):
     found = json.loads(path.read_text()) if path.exists() else {}
     if name:
         found.setdefault(name, {}).update(changes)
-        path.write_text(json.dumps(found, indent=1))
+        write_atomically(path, lambda f: f.write(json.dumps(found, indent=1).encode()))
     return found
 
 

@@ -80,6 +80,7 @@ def test_flags():
         ("stray", "Unrecognized options: stray"),
         ("--env-kwargs [1]", "--env-kwargs: expected a JSON object, got [1]"),
         ("--env-kwargs {", "--env-kwargs: Expecting property name"),
+        ('--env-kwargs {"a":[Infinity]}', "--env-kwargs: config.json cannot hold NaN and inf"),
     ],
 )
 def test_bad_flags_are_one_line(monkeypatch, words, message):
@@ -96,6 +97,7 @@ WRONG = [
     *({"sizes": (64, x)} for x in (1.0, 0)),
     *({"num_cpu": x} for x in ("all", 0, True)),
     {"gamma": 1.5},
+    {"activation": "elu"},
 ]
 
 
@@ -134,6 +136,7 @@ ODD = {
     "Empty": lambda: AnySpace(spaces.Box(-1, 1, (0,))),
     "Images": lambda: AnySpace(spaces.Box(0, 255, (8, 8, 3), np.uint8)),
     "Ints": lambda: AnySpace(BOX, spaces.Box(0, 5, (2,), np.int32)),
+    "Huge": lambda: AnySpace(BOX, spaces.Box(-3e38, 3e38, (2,))),
     "MultiDiscrete": lambda: AnySpace(BOX, spaces.MultiDiscrete([2, 2])),
 }
 
@@ -189,6 +192,9 @@ def test_bad_input_is_refused_by_every_script(tmp_path, odd_spaces, script):
     cases = BAD_INPUT[1:12] + BAD_INPUT[13:14]
     if script.endswith("_torch"):
         cases = [*cases, (["--device", "quantum"], "--device quantum cannot be used")]
+        cases = [*cases, (["--device", "meta"], "--device meta cannot be used")]
+    if script.startswith(("ddpg", "td3", "sac")):
+        cases = [*cases, (["--env-id", "Huge-v0"], "Huge-v0 has actions without bounds")]
     if "ppo" in script:
         words = ["--minibatch-size", "4001"]
         cases = [*cases, (words, "--minibatch-size 4001 is above --steps-per-epoch, 4000")]

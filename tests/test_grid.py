@@ -225,6 +225,13 @@ def test_command_lines(line, expected):
     assert all(expected[name].items() <= fixed.items() for name, fixed in made.items())
 
 
+def test_numbers_of_numpy_in_a_table_stay_numbers():
+    params = {"env_kwargs": {"a": np.bool_(False), "b": np.arange(2)}}
+    assert flags.to_words({"env_kwargs": dict}, params) == [
+        '--env-kwargs={"a": false, "b": [0, 1]}'
+    ]
+
+
 def test_dry_run_prints_commands_and_makes_nothing(main, tmp_path):
     sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1]\ncompile = true", "num_cpu = 2")
     code, out, _ = main(sweep, "--dry-run")
@@ -367,6 +374,24 @@ def test_two_sweeps_at_once_share_the_runs(tmp_path):
     assert [returns(run) for run in runs] == [[100 * s + k for k in (1, 2, 3)] for s in range(3)]
 
 
+def test_a_file_in_the_way_fails_and_is_not_waited_for(main, tmp_path):
+    sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1]")
+    (tmp_path / "data/sweep").mkdir(parents=True)
+    (tmp_path / "data/sweep/sweep_s0").write_text("")
+    code, said, _ = main(sweep)
+    assert code == 1 and "1 failed, 1 finished" in said and "File exists" in said
+
+
+def test_a_terminal_that_goes_away_ends_no_run(tmp_path):
+    sweep, (ours, theirs) = write_sweep(tmp_path / "a.toml", "seed = [0, 1]"), pty.openpty()
+    process = start_grid(tmp_path, sweep, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    wait_for(lambda: (tmp_path / "data/sweep/sweep_s0/launch.log").exists())
+    os.close(ours)
+    assert process.wait(timeout=60) == 0
+    assert [len(returns(tmp_path / f"data/sweep/sweep_s{seed}")) for seed in (0, 1)] == [3, 3]
+
+
 def test_spaces_other_letters_and_a_closed_pipe(tmp_path):
     directory = tmp_path / "my données"
     directory.mkdir()
@@ -381,6 +406,8 @@ def test_datestamp(main, tmp_path):
     """New runs every time, in directories named as Spinning Up names them."""
     sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1]", "datestamp = true\nworkers = 2")
     assert main(sweep)[0] == 0
+    stamped = launch.Run(tmp_path, [], {}, stamp="2026-01-01_00-00-00")
+    assert "would begin anew: --resume DIR" in launch.summary([stamped], "sweep", 1)
     time.sleep(1.1)
     assert "2 runs, 2 finished, in" in main(sweep)[1]
     pattern = r"(\d{4}-\d\d-\d\d)_sweep/\1_\d\d-\d\d-\d\d-sweep_s[01]"
@@ -453,6 +480,16 @@ def test_functions_run_with_their_arguments_under_mpirun(module, tmp_path):
         assert read_status(directory / "call")["status"] == "finished"
     assert (tmp_path / "plain").read_text() == "[1, 2]"
     assert "2 runs, 2 finished before, in" in run(module, cwd=tmp_path).stdout
+
+
+def test_a_function_whose_run_is_taken_ends_on_all_ranks(module, tmp_path):
+    """No rank may go on without the one that found the lock: it would wait for ever."""
+    (tmp_path / "call").mkdir()
+    with open(tmp_path / "call/.lock", "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        words = [str(mpi.find_mpirun()), "-np", "2", sys.executable, str(flags.CALL), str(tmp_path)]
+        assert subprocess.run(words, timeout=60, capture_output=True).returncode == 2
+    assert not (tmp_path / "call/status.json").exists()
 
 
 def test_functions_by_name(module, main, tmp_path):

@@ -2,6 +2,7 @@
 
 import errno
 import re
+import shutil
 import subprocess
 import sys
 from unittest import mock
@@ -182,6 +183,18 @@ def test_a_run_is_never_written_over(tmp_path):
     assert names == {".lock", "config.json", "status.json", "notes.md"}
 
 
+def test_a_directory_that_cannot_be_locked_or_is_elsewhere(tmp_path, monkeypatch):
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/checkpoint").symlink_to(tmp_path / "scratch")
+    files.claim(tmp_path / "run", False, True).close()  # --overwrite takes the link away
+    assert not (tmp_path / "run/checkpoint").exists() and (tmp_path / "scratch").exists()
+    no_flock = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
+    monkeypatch.setattr(files.fcntl, "flock", no_flock)
+    with pytest.raises(UsageError, match=r"cannot lock .*run: No locks available"):
+        files.claim(tmp_path / "run", False, False)
+
+
 def test_what_may_change_on_resume(tmp_path, capsys):
     """Not the arguments; versions and threads with a warning; epochs, if there are checkpoints."""
     logger = start(tmp_path)
@@ -240,6 +253,26 @@ def test_ended_before_the_first_save(tmp_path, status):
     assert not logger.output_path.exists() and read_status(logger.output_dir)["epoch"] == 0
 
 
+def test_a_stopped_run_whose_checkpoints_are_gone_is_refused(tmp_path):
+    """It did not fail in its first save: starting anew would lose its table."""
+    logger = start(tmp_path, epochs=9)
+    epochs(logger, 3)
+    assert not logger.close() and read_status(logger.output_dir)["status"] == "interrupted"
+    shutil.rmtree(logger.checkpoints)
+    before = contents(tmp_path)
+    with pytest.raises(UsageError, match="3 epochs are done, and their checkpoints are gone"):
+        start(tmp_path, resume=True, epochs=9)
+    assert contents(tmp_path) == before
+
+
+def test_a_full_disk_does_not_keep_the_lock(tmp_path):
+    logger = start(tmp_path)
+    one_epoch(logger, 0, [1.0])
+    logger.events.close = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    logger.release()
+    start(tmp_path, resume=True).release()
+
+
 def test_a_full_disk_has_room_for_the_status(tmp_path, monkeypatch):
     """Where no new file can be written, the old status.json is written over."""
     logger = start(tmp_path, epochs=1234567)
@@ -288,14 +321,14 @@ def test_no_episode_ended(tmp_path, capsys):
 RETURNS = [1.0, 5.0, 3.0, 9.0, 4.0, 2.0, 6.0]
 
 
-def snapshots(tmp_path, kills=(), test=False):
+def snapshots(tmp_path, kills=(), test=None):
     """{file name: epoch in it} of a run that saves every other epoch, killed after some epochs."""
     for kill in [*kills, None]:
         logger = start(tmp_path, resume=True, exp_name=f"{kills} {test}", epochs=7)
         logger.save_freq, logger.snapshots = 2, True
         for epoch in range(logger.load_state({}), 7):
             if test:
-                logger.log_tabular("AverageTestEpRet", -RETURNS[epoch])
+                logger.log_tabular("AverageTestEpRet", test * RETURNS[epoch])
             one_epoch(logger, epoch, [RETURNS[epoch]])
             if logger.save_due():
                 save(logger)
@@ -310,7 +343,8 @@ def test_snapshots(tmp_path):
     """The policy of every save, and the best by return, whether the run is killed or not."""
     kept = {f"policy_{epoch}.npz": epoch for epoch in (2, 4, 6, 7)}
     assert snapshots(tmp_path) == kept | {"policy_best.npz": 4}
-    assert snapshots(tmp_path, test=True) == kept | {"policy_best.npz": 6}
+    assert snapshots(tmp_path, test=-1) == kept | {"policy_best.npz": 6}
+    assert snapshots(tmp_path, test=np.nan) == kept | {"policy_best.npz": 4}  # no test episodes
     for kills in ([0], [3], [4], [3, 5], [5, 5]):
         assert snapshots(tmp_path, kills) == kept | {"policy_best.npz": 4}, kills
 

@@ -148,6 +148,24 @@ def test_labels_drop_the_environment():
     assert plot.curve_label("x_my-pkg-env-v0_a", "my.pkg:Env-v0") == "x_a"
 
 
+def test_experiments_that_the_environment_alone_tells_apart(tmp_path):
+    for name in ("ppo_torch_Hopper-v4", "ppo_torch_envhopper-v4"):
+        write_run(tmp_path, name, 0, [1, 2])
+    curves = plot.collect_curves(plot.get_datasets(str(tmp_path)), STEPS, "Performance")
+    assert {curve.attrs["label"] for curve in curves} == {
+        "ppo_torch_Hopper-v4",
+        "ppo_torch_envhopper-v4",
+    }
+
+
+def test_one_line_a_run_over_several_directories(tmp_path):
+    for day, ret in (("monday", 0), ("tuesday", 100)):
+        write_run(tmp_path / day, "ppo", 0, [ret])
+    datasets = plot.get_all_datasets([str(tmp_path / "monday"), str(tmp_path / "tuesday")])
+    curves = plot.collect_curves(datasets, STEPS, "Performance", count=True)
+    assert [curve["mean"].tolist() for curve in curves] == [[0], [100]]
+
+
 def test_one_panel_an_environment_with_its_curves(tmp_path):
     for env in ("Hopper-v4", "Ant-v4"):
         for algo in ("ppo", "trpo"):
@@ -214,6 +232,7 @@ def test_command_line_writes_figures_and_numbers(tmp_path):
         ([], "directory"),
         (["nothing"], "nothing"),
         (["ppo", "--value", "Speed"], "Speed"),
+        (["ppo", "--value", "Condition1"], "Condition1"),
         (["ppo", "--smooth", "0"], "--smooth"),
         (["ppo", "--out", "a.docx"], "docx"),
         (["ppo", "-o", "no/a.png"], "no/a.png"),

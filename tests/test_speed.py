@@ -57,3 +57,5 @@ def test_a_peer_that_cannot_be_imported_is_one_line(tmp_path):
     assert result.returncode == 2 and "Traceback" not in result.stderr
     line = f"speed.py: error: sbx does not run in {sys.executable}: ValueError: wants tf_keras"
     assert result.stderr.strip().splitlines()[-1] == line
+    result = run(SPEED, "pair", "nosuch", "ppo_torch", *TINY, check=False)
+    assert result.returncode == 2 and "there is no script algos/nosuch.py" in result.stderr

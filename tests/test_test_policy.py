@@ -264,6 +264,7 @@ def test_files_that_hold_no_policy(tmp_path, change, word):
         (["run", "--render", "--video", "x"], "--video"),
         (["run", "--itr", "first"], "--itr: "),
         (["run", "-i", "3"], "only policy.npz"),
+        (["other"], "the policy takes 4 numbers, the environment observes 3"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, word):
@@ -272,6 +273,7 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, word):
     good = arrays([4, 2], "categorical")
     for name in ("run", "unknown", "broken", "nothing"):
         write_run(Path(name), good, "NoSuchEnv-v0" if name == "unknown" else "CartPole-v1")
+    write_run(Path("other"), good, "Pendulum-v1")
     Path("broken/config.json").write_text("{")
     Path("nothing/policy.npz").unlink()
     with pytest.raises(SystemExit) as stopped:
