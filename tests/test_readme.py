@@ -21,7 +21,7 @@ SMALL = {
     "ddpg td3 sac": "--epochs 1 --steps-per-epoch 200 --num-test-episodes 1",
 }
 # Flags of grid.py that are Spinning Up's, of all programs, of TensorBoard and of uv.
-OTHER_FLAGS = {"env", "hid", "act", "cpu", "dt", "help", "logdir", "python"}
+OTHER_FLAGS = {"env", "hid", "act", "cpu", "dt", "help", "index-url", "logdir", "python"}
 
 
 def anchors(text):
