@@ -451,7 +451,7 @@ def versions(results):
             change = welch(ours, usual) if ours and usual else None
             changes.append(estimate(*change, "+") + arrow(*change) if change else "–")
         rows += [row, changes] if rows else [row]
-    return markdown(["", *ENVS], rows)
+    return markdown(["", *ENVS], [row for row in rows if set(row[1:]) != {"–"}])
 
 
 def summary(results):
