@@ -185,7 +185,7 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
     elif not isinstance(space, action_spaces):
         names = ", ".join(kind.__name__ for kind in action_spaces)
         wrong = f"{type(space).__name__} actions; supported: {names}"
-    elif bounded and not (np.abs([space.low, space.high]) < 1e30).all():  # some say 3e38 for none
+    elif bounded and not (np.abs(np.float64([space.low, space.high])) < 1e30).all():
         wrong = "actions without bounds: there is no scale to act on"
     elif isinstance(space, spaces.Box) and space.dtype.kind != "f":
         wrong = "integer actions in a Box; supported: real numbers"
