@@ -207,7 +207,7 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
     "common/ lines": 1129,
-    "common/ tokens": 11366,
+    "common/ tokens": 11368,
     "common/ files": 8,
     "benchmark/ lines": 1716,
     "exercises/ lines": 310,
