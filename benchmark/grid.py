@@ -46,6 +46,7 @@ import itertools
 import json
 import math
 import operator
+import os
 import re
 import shlex
 import sys
@@ -84,6 +85,9 @@ class Options:
     retry_failed: bool = False  # run failed runs again, from their checkpoints
     dry_run: bool = False  # print the commands and run nothing
     slurm: bool = False  # submit the runs as a Slurm job array
+
+    def __post_init__(self):
+        self.data_dir = os.path.expanduser(self.data_dir)  # no shell has seen that of a file
 
 
 HINTS = get_type_hints(Options)

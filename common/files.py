@@ -153,7 +153,9 @@ def setup_logger_kwargs(exp_name, seed=None, data_dir="data", datestamp=False):
     # A sweep sets the time, since it has to know the directories of its runs.
     now = os.environ.get("SWEEP_DATESTAMP") or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     now = mpi.broadcast(now)
-    path = Path(data_dir, f"{now[:10]}_{exp_name}" if datestamp else exp_name)
+    # ~ is a home here: bash leaves it as it is in --data-dir=~/runs.
+    path = Path(os.path.expanduser(data_dir))
+    path /= f"{now[:10]}_{exp_name}" if datestamp else exp_name
     if seed is not None:
         path /= f"{now}-{exp_name}_s{seed}" if datestamp else f"{exp_name}_s{seed}"
     return {"output_dir": str(path), "exp_name": exp_name}

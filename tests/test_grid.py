@@ -561,6 +561,9 @@ def test_scripts_from_python(tmp_path, monkeypatch):
     config = read(Path("out/mine_hid8-4/mine_hid8-4_s3"))
     assert (config["hidden_sizes"], config["activation"]) == ([8, 4], "tanh")
     assert not grid.call_experiment("two", str(FAKE), data_dir="out", fail_at=0)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert grid.call_experiment("three", str(FAKE), data_dir="~/home")
+    assert read(Path("home/three/three_s0"))["data_dir"] == f"{tmp_path}/home"
 
 
 def test_an_environment_of_ones_own_is_found(main, tmp_path):

@@ -62,10 +62,12 @@ def start(tmp_path, **kwargs):
     return run.start(Args(data_dir=str(tmp_path), **kwargs), "algos/some_script.py")
 
 
-def test_directories(tmp_path):
+def test_directories(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     kwargs = {"output_dir": "d/name/name_s7", "exp_name": "name"}
     assert setup_logger_kwargs("name", 7, "d") == kwargs
     assert setup_logger_kwargs("name", data_dir="d")["output_dir"] == "d/name"
+    assert setup_logger_kwargs("~", data_dir="~/d")["output_dir"] == f"{tmp_path}/d/~"
     stamped = setup_logger_kwargs("name", 7, "d", datestamp=True)["output_dir"]
     date, time = r"\d{4}-\d\d-\d\d", r"\d\d-\d\d-\d\d"
     assert pd.Series([stamped]).str.fullmatch(rf"d/{date}_name/{date}_{time}-name_s7").all()
