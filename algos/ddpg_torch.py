@@ -4,10 +4,12 @@
     mpirun -np 4 python algos/ddpg_torch.py --env-id Hopper-v4
 
 Learn Q from replayed experience by the Bellman equation, and a deterministic policy by gradient
-ascent on Q. Slowly updated copies of both networks, the targets, value the next state:
+ascent on Q. Slowly updated copies of both networks, the targets, value the next state in the
+equation's right-hand side y, called the backup:
 
     y     = r + gamma (1 - d) Q_targ(s', pi_targ(s'))
     L(Q)  = E[ (Q(s, a) - y)^2 ]        L(pi) = -E[ Q(s, pi(s)) ]
+    theta_targ <- polyak theta_targ + (1 - polyak) theta        after each step
 
 The noise on actions is independent from step to step, as in Spinning Up; the paper's is correlated.
 
@@ -67,7 +69,7 @@ class Args:
     update_after: PosInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
     num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
-    polyak: Unit = 0.995  # share of the target networks that a gradient step keeps
+    polyak: Unit = 0.995  # share of the target networks that an update of them keeps
     # DDPG
     pi_lr: PosFloat = 1e-3  # learning rate of the policy
     q_lr: PosFloat = 1e-3  # learning rate of the Q function
@@ -81,7 +83,7 @@ def mlp(sizes, activation, rng):
     """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
 
     Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
-    the TensorFlow script starts from the same numbers.
+    the script in the other framework starts from the same numbers.
     """
     layers = []
     for fan_in, fan_out in pairwise(sizes):
@@ -287,7 +289,7 @@ def train(args):
     parts = {"ac": ac, "ac_targ": ac_targ, "pi_optimizer": pi_optimizer, "q_optimizer": q_optimizer}
     state = {"networks": mpi_pytorch.State(**parts)}
 
-    # Main loop: update_every steps on each rank, then as many gradient steps as steps in total.
+    # Main loop: update_every steps on each rank, then as many gradient steps as all ranks took.
     for epoch in range(logger.load_state(state, buf), args.epochs):
         rng = mpi.make_rng(args.seed, "rollout", mpi.proc_id(), epoch)
         policy = export_policy()
@@ -331,7 +333,7 @@ def train(args):
             logger.save_state(state, policy, buffer=buf)
         if stop:
             break
-    return logger.close(clear=True)
+    return logger.close(clear=True)  # a finished run needs its replay buffer no more
 
 
 # Command line -------------------------------------------------------------------------------------

@@ -4,15 +4,15 @@
     mpirun -np 4 python algos/ppo_tf1.py --env-id Hopper-v4
 
 From one batch of experience, take many steps up the clipped objective (eq. 7), which gains nothing
-from moving the policy further than eps from the one that gathered the batch:
+once the ratio of the new to the old probability is further than eps from 1:
 
     ratio  = pi(a|s) / pi_old(a|s)
     L(pi)  = E[ min( ratio A, clip(ratio, 1 - eps, 1 + eps) A ) ]
 
 The steps end early if the KL divergence grows too large: Spinning Up's addition to the paper.
 
-The advantage A is GAE (Schulman et al. 2016, arXiv:1506.02438, eq. 16), and V regresses on the
-discounted rewards to go:
+The advantage A is estimated by generalized advantage estimation, GAE (Schulman et al. 2016,
+arXiv:1506.02438, eq. 16), and V regresses on the discounted rewards to go:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
 
@@ -84,7 +84,7 @@ class MLP:
     """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
 
     Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
-    the PyTorch script starts from the same numbers.
+    the script in the other framework starts from the same numbers.
     """
 
     def __init__(self, sizes, activation, rng):
@@ -129,8 +129,8 @@ class GaussianActor:
 class CategoricalActor:
     """pi(a|s) = softmax(logits(s))[a], for Discrete actions."""
 
-    def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
-        self.net = MLP([obs_dim, *hidden_sizes, act_dim], activation, rng)
+    def __init__(self, obs_dim, n_actions, hidden_sizes, activation, rng):
+        self.net = MLP([obs_dim, *hidden_sizes, n_actions], activation, rng)
 
     def __call__(self, obs, act):
         """obs [B, obs_dim], act [B] int64 -> log pi(act|obs) [B], entropy [B]."""
@@ -188,7 +188,7 @@ def to_env(a, space):
 
 
 class GAEBuffer:
-    """One epoch of this rank's experience: paths, one behind the other."""
+    """One epoch of this rank's experience: paths, one after another."""
 
     def __init__(self, obs_dim, action_space, size):
         self.obs = np.zeros((size, obs_dim), dtype=np.float32)
@@ -226,7 +226,7 @@ class GAEBuffer:
 
 
 def gae(rew, val, last, last_val, gamma, lam):
-    """Advantages (Schulman et al. 2016, eq. 16) and rewards to go of paths one behind the other.
+    """Advantages (Schulman et al. 2016, eq. 16) and rewards to go of paths, one after another.
 
         delta_t = r_t + gamma V(s_t+1) - V(s_t)
         A_t     = delta_t + gamma lam A_t+1
@@ -271,6 +271,8 @@ def minibatches(iters, minibatch_size, size, rng):
 def compute_loss_pi(logp, logp_old, adv, clip_ratio):
     """PPO's clipped objective, negated: -E[min(ratio A, clip(ratio, 1 - eps, 1 + eps) A)].
 
+    The minimum keeps the gradient of a ratio that has moved the wrong way: it can come back.
+
     Args:
         logp, logp_old, adv: [B], log-probabilities under the new and the old policy; advantages.
 
@@ -283,6 +285,11 @@ def compute_loss_pi(logp, logp_old, adv, clip_ratio):
     return -tf.reduce_mean(tf.minimum(ratio * adv, clipped * adv)), clip_frac
 
 
+def compute_loss_v(v, ret):
+    """Mean squared error of the values: E[(V(s) - R)^2]; v, ret [B] -> []."""
+    return tf.reduce_mean((v - ret) ** 2)
+
+
 def approx_kl(logp, logp_old):
     """KL(old || new), estimated from samples of the old policy: E[(ratio - 1) - log ratio].
 
@@ -290,11 +297,6 @@ def approx_kl(logp, logp_old):
     """
     log_ratio = logp - logp_old
     return tf.reduce_mean(tf.exp(log_ratio) - 1 - log_ratio)
-
-
-def compute_loss_v(v, ret):
-    """Mean squared error of the values: E[(V(s) - R)^2]; v, ret [B] -> []."""
-    return tf.reduce_mean((v - ret) ** 2)
 
 
 # Training -----------------------------------------------------------------------------------------
@@ -346,9 +348,9 @@ def train(args):
 
     def update(epoch, rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
-        obs, act, rew, last, last_obs, terminated = buf.get()
+        obs, act, rew, last, obs2, terminated = buf.get()
         rew = env.normalize_rewards(rew)
-        val, last_val = np.split(values(np.concatenate([obs, last_obs])), [len(obs)])
+        val, last_val = np.split(values(np.concatenate([obs, obs2])), [len(obs)])
         adv, ret = gae(rew, val, last, np.where(terminated, 0, last_val), args.gamma, args.lam)
         mean, std = mpi.statistics(adv)
         adv, ret = np.float32((adv - mean) / (std + 1e-8)), np.float32(ret)
@@ -411,7 +413,7 @@ def train(args):
             elif cut:
                 logger.store(CutEpRet=ep_ret)
 
-        env.update_statistics()
+        env.update_statistics()  # for --norm-obs and --norm-rew
         update(epoch, rng)
 
         # Log and save.

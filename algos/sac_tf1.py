@@ -4,11 +4,14 @@
     mpirun -np 4 python algos/sac_tf1.py --env-id Hopper-v4
 
 Like TD3, but the policy is stochastic, and its objective includes its entropy, weighted by alpha.
-There is no target policy and no delay: the next action a' is sampled from the current policy.
+There is no target policy and no delay: the next action a' is sampled from the current policy. As in
+the second paper, there is no value network.
 
     y      = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s'))
     L(Q_i) = E[ (Q_i(s, a) - y)^2 ]
     L(pi)  = E[ alpha log pi(a|s) - min_i Q_i(s, a) ],  a = tanh(mu(s) + sigma(s) noise)
+    L(alpha) = -E[ log alpha (log pi(a|s) - dim(A)) ]           with --alpha auto
+    theta_targ <- polyak theta_targ + (1 - polyak) theta        after each step
 
 Diff me against td3_tf1.py: a stochastic policy, and its entropy in both losses.
 Diff me against sac_torch.py: the same algorithm in PyTorch.
@@ -63,10 +66,10 @@ class Args:
     update_after: PosInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
     num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
-    polyak: Unit = 0.995  # share of the target networks that a gradient step keeps
+    polyak: Unit = 0.995  # share of the target networks that an update of them keeps
     # SAC
     lr: PosFloat = 1e-3  # learning rate of the policy, the Q functions and alpha
-    alpha: NonNegFloat | Literal["auto"] = 0.2  # weight of the entropy; auto: keeps it near -dim(A)
+    alpha: NonNegFloat | Literal["auto"] = 0.2  # weight of the entropy; auto: entropy near -dim(A)
 
 
 # Networks -----------------------------------------------------------------------------------------
@@ -76,7 +79,7 @@ class MLP:
     """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
 
     Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
-    the PyTorch script starts from the same numbers.
+    the script in the other framework starts from the same numbers.
     """
 
     def __init__(self, sizes, activation, rng):
@@ -203,7 +206,10 @@ class ReplayBuffer:
 
 
 def compute_backup(ac, ac_targ, rew, obs2, done, noise, alpha, gamma):
-    """y = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s')), [B]; a' ~ pi(.|s')."""
+    """y = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s')), [B]; a' ~ pi(.|s').
+
+    rew, done [B], obs2 [B, obs_dim], noise [B, act_dim] standard normal.
+    """
     act2, logp_act2 = ac.pi(obs2, noise)
     q_targ = tf.minimum(*ac_targ.q(obs2, act2))
     return tf.stop_gradient(rew + gamma * (1 - done) * (q_targ - alpha * logp_act2))
@@ -215,7 +221,10 @@ def compute_loss_q(q1, q2, backup):
 
 
 def compute_loss_pi(ac, obs, noise, alpha):
-    """E[alpha log pi(a|s) - min_i Q_i(s, a)], a ~ pi(.|s); returns loss [], log pi(a|s) [B]."""
+    """E[alpha log pi(a|s) - min_i Q_i(s, a)], a ~ pi(.|s); returns loss [], log pi(a|s) [B].
+
+    obs [B, obs_dim], noise [B, act_dim] standard normal.
+    """
     a, logp_pi = ac.pi(obs, noise)
     q1_pi, q2_pi = ac.q(obs, a)
     return tf.reduce_mean(alpha * logp_pi - tf.minimum(q1_pi, q2_pi)), logp_pi
@@ -225,6 +234,7 @@ def compute_loss_alpha(log_alpha, logp_pi, target_entropy):
     """-E[log alpha (log pi(a|s) + target entropy)]: alpha rises while the entropy is too low.
 
     The paper (Haarnoja et al. 2018, arXiv:1812.05905, eq. 18) has alpha in place of log alpha.
+    log_alpha [], logp_pi [B] -> [].
     """
     return -tf.reduce_mean(log_alpha * (tf.stop_gradient(logp_pi) + target_entropy))
 
@@ -278,7 +288,7 @@ def train(args):
     loss_q = compute_loss_q(q1, q2, backup)
     train_q = q_optimizer.minimize(loss_q, q_vars)
 
-    # Policy: gradient ascent on the new Q functions, which pi_optimizer leaves as they are.
+    # Policy: gradient ascent on the smaller Q plus the entropy; pi_optimizer leaves Q as it is.
     with tf.control_dependencies([train_q]):
         loss_pi, logp_pi = compute_loss_pi(ac, obs_ph, noise_ph[1], alpha)
         train_pi = pi_optimizer.minimize(loss_pi, pi_vars)
@@ -343,7 +353,7 @@ def train(args):
     logger.setup_tf_saver(sess, {"obs": model_obs, "act": model_act}, model_outputs)
     state = {"networks": mpi_tf1.State(sess)}
 
-    # Main loop: update_every steps on each rank, then as many gradient steps as steps in total.
+    # Main loop: update_every steps on each rank, then as many gradient steps as all ranks took.
     for epoch in range(logger.load_state(state, buf), args.epochs):
         rng = mpi.make_rng(args.seed, "rollout", mpi.proc_id(), epoch)
         policy = export_policy()
@@ -387,7 +397,7 @@ def train(args):
             logger.save_state(state, policy, buffer=buf)
         if stop:
             break
-    return logger.close(clear=True)
+    return logger.close(clear=True)  # a finished run needs its replay buffer no more
 
 
 # Command line -------------------------------------------------------------------------------------

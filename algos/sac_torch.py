@@ -4,11 +4,14 @@
     mpirun -np 4 python algos/sac_torch.py --env-id Hopper-v4
 
 Like TD3, but the policy is stochastic, and its objective includes its entropy, weighted by alpha.
-There is no target policy and no delay: the next action a' is sampled from the current policy.
+There is no target policy and no delay: the next action a' is sampled from the current policy. As in
+the second paper, there is no value network.
 
     y      = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s'))
     L(Q_i) = E[ (Q_i(s, a) - y)^2 ]
     L(pi)  = E[ alpha log pi(a|s) - min_i Q_i(s, a) ],  a = tanh(mu(s) + sigma(s) noise)
+    L(alpha) = -E[ log alpha (log pi(a|s) - dim(A)) ]           with --alpha auto
+    theta_targ <- polyak theta_targ + (1 - polyak) theta        after each step
 
 Diff me against td3_torch.py: a stochastic policy, and its entropy in both losses.
 Diff me against sac_tf1.py: the same algorithm as a TensorFlow 1 graph.
@@ -66,10 +69,10 @@ class Args:
     update_after: PosInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
     num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
-    polyak: Unit = 0.995  # share of the target networks that a gradient step keeps
+    polyak: Unit = 0.995  # share of the target networks that an update of them keeps
     # SAC
     lr: PosFloat = 1e-3  # learning rate of the policy, the Q functions and alpha
-    alpha: NonNegFloat | Literal["auto"] = 0.2  # weight of the entropy; auto: keeps it near -dim(A)
+    alpha: NonNegFloat | Literal["auto"] = 0.2  # weight of the entropy; auto: entropy near -dim(A)
 
 
 # Networks -----------------------------------------------------------------------------------------
@@ -79,7 +82,7 @@ def mlp(sizes, activation, rng):
     """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
 
     Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
-    the TensorFlow script starts from the same numbers.
+    the script in the other framework starts from the same numbers.
     """
     layers = []
     for fan_in, fan_out in pairwise(sizes):
@@ -114,7 +117,8 @@ class SquashedGaussianActor(nn.Module):
 class TwinLinear(nn.Module):
     """Two linear layers as one batched product: [B, in] or [2, B, in] -> [2, B, out].
 
-    An update with two separate networks would take 10 to 20 % longer.
+    Its weight is [2, in, out], its bias [2, 1, out]. An update with two separate networks would
+    take 10 to 20 % longer.
     """
 
     def __init__(self, layer1, layer2):
@@ -127,13 +131,13 @@ class TwinLinear(nn.Module):
 
 
 class TwinQFunction(nn.Module):
-    """Q_1(s, a) and Q_2(s, a). One product for both saves 10 to 20 % of an update's time."""
+    """Q_1(s, a) and Q_2(s, a), which share nothing."""
 
     def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
         super().__init__()
         q1, q2 = (mlp([obs_dim + act_dim, *hidden_sizes, 1], activation, rng) for _ in range(2))
         pairs = zip(q1, q2, strict=True)
-        twins = [TwinLinear(a, b) if isinstance(a, nn.Linear) else a for a, b in pairs]
+        twins = [TwinLinear(x, y) if isinstance(x, nn.Linear) else x for x, y in pairs]
         self.net = nn.Sequential(*twins)
 
     def forward(self, obs, act):
@@ -212,7 +216,10 @@ class ReplayBuffer:
 
 
 def compute_backup(ac, ac_targ, rew, obs2, done, noise, alpha, gamma):
-    """y = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s')), [B]; a' ~ pi(.|s')."""
+    """y = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s')), [B]; a' ~ pi(.|s').
+
+    rew, done [B], obs2 [B, obs_dim], noise [B, act_dim] standard normal.
+    """
     with torch.no_grad():
         act2, logp_act2 = ac.pi(obs2, noise)
         q_targ = torch.min(*ac_targ.q(obs2, act2))
@@ -225,7 +232,10 @@ def compute_loss_q(q1, q2, backup):
 
 
 def compute_loss_pi(ac, obs, noise, alpha):
-    """E[alpha log pi(a|s) - min_i Q_i(s, a)], a ~ pi(.|s); returns loss [], log pi(a|s) [B]."""
+    """E[alpha log pi(a|s) - min_i Q_i(s, a)], a ~ pi(.|s); returns loss [], log pi(a|s) [B].
+
+    obs [B, obs_dim], noise [B, act_dim] standard normal.
+    """
     a, logp_pi = ac.pi(obs, noise)
     q1_pi, q2_pi = ac.q(obs, a)
     return (alpha * logp_pi - torch.min(q1_pi, q2_pi)).mean(), logp_pi
@@ -235,6 +245,7 @@ def compute_loss_alpha(log_alpha, logp_pi, target_entropy):
     """-E[log alpha (log pi(a|s) + target entropy)]: alpha rises while the entropy is too low.
 
     The paper (Haarnoja et al. 2018, arXiv:1812.05905, eq. 18) has alpha in place of log alpha.
+    log_alpha [], logp_pi [B] -> [].
     """
     return -(log_alpha * (logp_pi.detach() + target_entropy)).mean()
 
@@ -284,7 +295,7 @@ def train(args):
         loss_q = compute_loss_q(q1, q2, backup)
         q_optimizer.minimize(loss_q)
 
-        # Policy: gradient ascent on the new Q functions, which pi_optimizer leaves as they are.
+        # Policy: gradient ascent on the smaller Q plus the entropy; pi_optimizer leaves Q as it is.
         loss_pi, logp_pi = compute_loss_pi(ac, obs, noise[1], alpha)
         pi_optimizer.minimize(loss_pi)
 
@@ -338,7 +349,7 @@ def train(args):
         parts |= {"log_alpha": log_alpha, "alpha_optimizer": alpha_optimizer}
     state = {"networks": mpi_pytorch.State(**parts)}
 
-    # Main loop: update_every steps on each rank, then as many gradient steps as steps in total.
+    # Main loop: update_every steps on each rank, then as many gradient steps as all ranks took.
     for epoch in range(logger.load_state(state, buf), args.epochs):
         rng = mpi.make_rng(args.seed, "rollout", mpi.proc_id(), epoch)
         policy = export_policy()
@@ -382,7 +393,7 @@ def train(args):
             logger.save_state(state, policy, buffer=buf)
         if stop:
             break
-    return logger.close(clear=True)
+    return logger.close(clear=True)  # a finished run needs its replay buffer no more
 
 
 # Command line -------------------------------------------------------------------------------------

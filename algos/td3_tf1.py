@@ -3,13 +3,16 @@
     python algos/td3_tf1.py --env-id HalfCheetah-v4
     mpirun -np 4 python algos/td3_tf1.py --env-id Hopper-v4
 
-DDPG's policy exploits the states where Q is too high. TD3 makes three changes: the smaller of two
+DDPG's policy seeks out the actions whose Q is too high. TD3 makes three changes: the smaller of two
 Qs values the next state, clipped noise is added to the target policy's action, and the policy and
 the targets are updated once per policy_delay updates of the Qs.
 
     a'     = clip(pi_targ(s') + clip(sigma noise, -c, c), -1, 1)
     y      = r + gamma (1 - d) min_i Q_targ,i(s', a')
     L(Q_i) = E[ (Q_i(s, a) - y)^2 ]        L(pi) = -E[ Q_1(s, pi(s)) ]
+    theta_targ <- polyak theta_targ + (1 - polyak) theta        after each step of pi
+
+The noise is standard normal, sigma is target_noise, and c is noise_clip.
 
 Diff me against ddpg_tf1.py: the three changes. And sac_tf1.py: the entropy.
 Diff me against td3_torch.py: the same algorithm in PyTorch.
@@ -64,7 +67,7 @@ class Args:
     update_after: PosInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
     num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
-    polyak: Unit = 0.995  # share of the target networks that a gradient step keeps
+    polyak: Unit = 0.995  # share of the target networks that an update of them keeps
     # TD3
     pi_lr: PosFloat = 1e-3  # learning rate of the policy
     q_lr: PosFloat = 1e-3  # learning rate of the Q functions
@@ -81,7 +84,7 @@ class MLP:
     """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
 
     Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
-    the PyTorch script starts from the same numbers.
+    the script in the other framework starts from the same numbers.
     """
 
     def __init__(self, sizes, activation, rng):
@@ -200,7 +203,10 @@ class ReplayBuffer:
 
 
 def compute_backup(ac_targ, rew, obs2, done, noise, target_noise, noise_clip, gamma):
-    """y = r + gamma (1 - d) min_i Q_targ,i(s', a') [B]; a' = clip(pi_targ(s') + clipped noise)."""
+    """y = r + gamma (1 - d) min_i Q_targ,i(s', a') [B]; a' = clip(pi_targ(s') + clipped noise).
+
+    rew, done [B], obs2 [B, obs_dim], noise [B, act_dim] standard normal.
+    """
     epsilon = tf.clip_by_value(target_noise * noise, -noise_clip, noise_clip)
     act2 = tf.clip_by_value(ac_targ.pi(obs2) + epsilon, -1, 1)
     q_targ = tf.minimum(*ac_targ.q(obs2, act2))
@@ -292,7 +298,7 @@ def train(args):
         shape = steps, local_batch_size
         noise = rng.standard_normal((steps, local_batch_size, act_dim), dtype=np.float32)
         batches = (*buf.sample(shape, rng), noise)
-        first = sess.run(q_optimizer.step) + 1  # the delay counts gradient steps of the whole run
+        first = sess.run(q_optimizer.steps) + 1  # the delay counts gradient steps of the whole run
         for step, batch in enumerate(zip(*batches, strict=True), first):
             update = update_all if step % args.policy_delay == 0 else update_q
             logger.store(**update(*batch))
@@ -321,7 +327,7 @@ def train(args):
     logger.setup_tf_saver(sess, {"obs": model_obs, "act": model_act}, model_outputs)
     state = {"networks": mpi_tf1.State(sess)}
 
-    # Main loop: update_every steps on each rank, then as many gradient steps as steps in total.
+    # Main loop: update_every steps on each rank, then as many gradient steps as all ranks took.
     for epoch in range(logger.load_state(state, buf), args.epochs):
         rng = mpi.make_rng(args.seed, "rollout", mpi.proc_id(), epoch)
         policy = export_policy()
@@ -365,7 +371,7 @@ def train(args):
             logger.save_state(state, policy, buffer=buf)
         if stop:
             break
-    return logger.close(clear=True)
+    return logger.close(clear=True)  # a finished run needs its replay buffer no more
 
 
 # Command line -------------------------------------------------------------------------------------

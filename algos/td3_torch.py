@@ -3,13 +3,16 @@
     python algos/td3_torch.py --env-id HalfCheetah-v4
     mpirun -np 4 python algos/td3_torch.py --env-id Hopper-v4
 
-DDPG's policy exploits the states where Q is too high. TD3 makes three changes: the smaller of two
+DDPG's policy seeks out the actions whose Q is too high. TD3 makes three changes: the smaller of two
 Qs values the next state, clipped noise is added to the target policy's action, and the policy and
 the targets are updated once per policy_delay updates of the Qs.
 
     a'     = clip(pi_targ(s') + clip(sigma noise, -c, c), -1, 1)
     y      = r + gamma (1 - d) min_i Q_targ,i(s', a')
     L(Q_i) = E[ (Q_i(s, a) - y)^2 ]        L(pi) = -E[ Q_1(s, pi(s)) ]
+    theta_targ <- polyak theta_targ + (1 - polyak) theta        after each step of pi
+
+The noise is standard normal, sigma is target_noise, and c is noise_clip.
 
 Diff me against ddpg_torch.py: the three changes. And sac_torch.py: the entropy.
 Diff me against td3_tf1.py: the same algorithm as a TensorFlow 1 graph.
@@ -67,7 +70,7 @@ class Args:
     update_after: PosInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
     num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
-    polyak: Unit = 0.995  # share of the target networks that a gradient step keeps
+    polyak: Unit = 0.995  # share of the target networks that an update of them keeps
     # TD3
     pi_lr: PosFloat = 1e-3  # learning rate of the policy
     q_lr: PosFloat = 1e-3  # learning rate of the Q functions
@@ -84,7 +87,7 @@ def mlp(sizes, activation, rng):
     """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
 
     Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
-    the TensorFlow script starts from the same numbers.
+    the script in the other framework starts from the same numbers.
     """
     layers = []
     for fan_in, fan_out in pairwise(sizes):
@@ -111,7 +114,8 @@ class DeterministicActor(nn.Module):
 class TwinLinear(nn.Module):
     """Two linear layers as one batched product: [B, in] or [2, B, in] -> [2, B, out].
 
-    An update with two separate networks would take 10 to 20 % longer.
+    Its weight is [2, in, out], its bias [2, 1, out]. An update with two separate networks would
+    take 10 to 20 % longer.
     """
 
     def __init__(self, layer1, layer2):
@@ -124,13 +128,13 @@ class TwinLinear(nn.Module):
 
 
 class TwinQFunction(nn.Module):
-    """Q_1(s, a) and Q_2(s, a). One product for both saves 10 to 20 % of an update's time."""
+    """Q_1(s, a) and Q_2(s, a), which share nothing."""
 
     def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
         super().__init__()
         q1, q2 = (mlp([obs_dim + act_dim, *hidden_sizes, 1], activation, rng) for _ in range(2))
         pairs = zip(q1, q2, strict=True)
-        twins = [TwinLinear(a, b) if isinstance(a, nn.Linear) else a for a, b in pairs]
+        twins = [TwinLinear(x, y) if isinstance(x, nn.Linear) else x for x, y in pairs]
         self.net = nn.Sequential(*twins)
 
     def forward(self, obs, act):
@@ -209,7 +213,10 @@ class ReplayBuffer:
 
 
 def compute_backup(ac_targ, rew, obs2, done, noise, target_noise, noise_clip, gamma):
-    """y = r + gamma (1 - d) min_i Q_targ,i(s', a') [B]; a' = clip(pi_targ(s') + clipped noise)."""
+    """y = r + gamma (1 - d) min_i Q_targ,i(s', a') [B]; a' = clip(pi_targ(s') + clipped noise).
+
+    rew, done [B], obs2 [B, obs_dim], noise [B, act_dim] standard normal.
+    """
     with torch.no_grad():
         epsilon = (target_noise * noise).clamp(-noise_clip, noise_clip)
         act2 = (ac_targ.pi(obs2) + epsilon).clamp(-1, 1)
@@ -288,7 +295,7 @@ def train(args):
         shape = steps, local_batch_size
         noise = rng.standard_normal((steps, local_batch_size, act_dim), dtype=np.float32)
         batches = [torch.as_tensor(x, device=device) for x in (*buf.sample(shape, rng), noise)]
-        first = int(q_optimizer.step) + 1  # the delay counts gradient steps of the whole run
+        first = int(q_optimizer.steps) + 1  # the delay counts gradient steps of the whole run
         for step, batch in enumerate(zip(*batches, strict=True), first):
             logger.store(**update(*batch, step % args.policy_delay == 0))
 
@@ -317,7 +324,7 @@ def train(args):
     parts = {"ac": ac, "ac_targ": ac_targ, "pi_optimizer": pi_optimizer, "q_optimizer": q_optimizer}
     state = {"networks": mpi_pytorch.State(**parts)}
 
-    # Main loop: update_every steps on each rank, then as many gradient steps as steps in total.
+    # Main loop: update_every steps on each rank, then as many gradient steps as all ranks took.
     for epoch in range(logger.load_state(state, buf), args.epochs):
         rng = mpi.make_rng(args.seed, "rollout", mpi.proc_id(), epoch)
         policy = export_policy()
@@ -361,7 +368,7 @@ def train(args):
             logger.save_state(state, policy, buffer=buf)
         if stop:
             break
-    return logger.close(clear=True)
+    return logger.close(clear=True)  # a finished run needs its replay buffer no more
 
 
 # Command line -------------------------------------------------------------------------------------

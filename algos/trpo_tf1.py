@@ -9,10 +9,11 @@ From one batch of experience, take the best step that moves the policy by no mor
 
 To first order in the objective, gradient g, and to second order in the KL, Hessian H (the Fisher
 matrix), the answer is the natural gradient step sqrt(2 delta / x^T H x) x, where H x = g. Conjugate
-gradient finds x from products H v alone, and a line search makes up for the approximations.
+gradient finds x from products H v alone, and a line search makes up for the approximations. To H,
+damping_coeff times the identity is added, so that flat directions give no huge steps.
 
-The advantage A is GAE (Schulman et al. 2016, arXiv:1506.02438, eq. 16), and V regresses on the
-discounted rewards to go:
+The advantage A is estimated by generalized advantage estimation, GAE (Schulman et al. 2016,
+arXiv:1506.02438, eq. 16), and V regresses on the discounted rewards to go:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
 
@@ -73,7 +74,7 @@ class Args:
     damping_coeff: NonNegFloat = 0.1  # added to the diagonal of the Fisher matrix
     cg_iters: PosInt = 10  # iterations of conjugate gradient
     backtrack_iters: PosInt = 10  # maximum number of steps tried in the line search
-    backtrack_coeff: Unit = 0.8  # how much shorter each of them is than the one before
+    backtrack_coeff: Unit = 0.8  # length of each of them, as a share of the one before
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
     train_v_iters: NonNegInt = 80  # value function steps per epoch
     lam: Unit = 0.97  # lambda of GAE
@@ -86,7 +87,7 @@ class MLP:
     """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
 
     Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
-    the PyTorch script starts from the same numbers.
+    the script in the other framework starts from the same numbers.
     """
 
     def __init__(self, sizes, activation, rng):
@@ -143,8 +144,8 @@ class GaussianActor:
 class CategoricalActor:
     """pi(a|s) = softmax(logits(s))[a], for Discrete actions."""
 
-    def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
-        self.net = MLP([obs_dim, *hidden_sizes, act_dim], activation, rng)
+    def __init__(self, obs_dim, n_actions, hidden_sizes, activation, rng):
+        self.net = MLP([obs_dim, *hidden_sizes, n_actions], activation, rng)
 
     def __call__(self, obs, act):
         """obs [B, obs_dim], act [B] int64 -> log pi(act|obs) [B], entropy [B]."""
@@ -157,7 +158,7 @@ class CategoricalActor:
         return {"logits": self.net(obs)}
 
     def dist(self, obs):
-        """obs [B, obs_dim] -> log pi(.|obs) [B, act_dim], which `kl` compares."""
+        """obs [B, obs_dim] -> log pi(.|obs) [B, n_actions], which `kl` compares."""
         return (tf.nn.log_softmax(self.net(obs), -1),)
 
     def kl(self, old, new):
@@ -211,7 +212,7 @@ def to_env(a, space):
 
 
 class GAEBuffer:
-    """One epoch of this rank's experience: paths, one behind the other."""
+    """One epoch of this rank's experience: paths, one after another."""
 
     def __init__(self, obs_dim, action_space, size):
         self.obs = np.zeros((size, obs_dim), dtype=np.float32)
@@ -249,7 +250,7 @@ class GAEBuffer:
 
 
 def gae(rew, val, last, last_val, gamma, lam):
-    """Advantages (Schulman et al. 2016, eq. 16) and rewards to go of paths one behind the other.
+    """Advantages (Schulman et al. 2016, eq. 16) and rewards to go of paths, one after another.
 
         delta_t = r_t + gamma V(s_t+1) - V(s_t)
         A_t     = delta_t + gamma lam A_t+1
@@ -313,12 +314,12 @@ def compute_loss_v(v, ret):
 
 
 def flat_grad(y, params):
-    """Gradient of y [] with respect to `params`, as one vector [N]."""
+    """Gradient of y [] with respect to `params`, as one vector [D]."""
     return mpi_tf1.flat_concat(tf.gradients(y, params))
 
 
 def fisher_product(grad_kl, params, x):
-    """H x [N], H the Hessian of the KL; grad_kl [N] its gradient, x [N]."""
+    """H x [D], H the Hessian of the KL; grad_kl [D] its gradient, x [D]."""
     return flat_grad(tf.reduce_sum(grad_kl * x), params)
 
 
@@ -326,12 +327,12 @@ def conjugate_gradient(Ax, b, iters):
     """Solve A x = b for a symmetric positive definite A (Hestenes and Stiefel 1952).
 
     Args:
-        Ax: function from a vector [N] to A times it.
-        b: [N] float64.
-        iters: maximum number of iterations; without rounding, N of them are exact.
+        Ax: function from a vector [D] to A times it.
+        b: [D] float64.
+        iters: maximum number of iterations; without rounding, D of them are exact.
 
     Returns:
-        x [N] float64.
+        x [D] float64.
     """
     x, r, p = np.zeros_like(b), b.copy(), b.copy()
     rr = r @ r
@@ -351,11 +352,11 @@ def natural_step(fisher, g, delta, cg_iters):
     """The natural gradient step, to be subtracted: sqrt(2 delta / x^T H x) x, where H x = g.
 
     Args:
-        fisher: function from x [N] to H x [N].
-        g: [N] float64, gradient of the loss.
+        fisher: function from x [D] to H x [D].
+        g: [D] float64, gradient of the loss.
 
     Returns:
-        [N] float64; zeros where x^T H x is not positive and finite: g = 0, say.
+        [D] float64; zeros where x^T H x is not positive and finite: g = 0, say.
     """
     x = conjugate_gradient(fisher, g, cg_iters)
     xHx = x @ fisher(x)
@@ -408,19 +409,19 @@ def train(args):
         return sess.run(v_obs, {obs_ph: obs})
 
     def fisher(batch, x):
-        """(H + damping) x, averaged over all ranks: x [N] float64 -> [N] float64."""
+        """(H + damping_coeff I) x, averaged over all ranks: x [D] float64 -> [D] float64."""
         Hx = sess.run(fisher_op, {**batch, x_ph: x})
         return mpi.avg(Hx) + args.damping_coeff * x
 
-    def set_params(x):
-        """Give the policy the parameters x [N]."""
-        sess.run(set_params_op, {params_ph: x})
+    def set_params(params):
+        """Give the policy the parameters `params` [D]."""
+        sess.run(set_params_op, {params_ph: params})
 
     def update(rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
-        obs, act, rew, last, last_obs, terminated = buf.get()
+        obs, act, rew, last, obs2, terminated = buf.get()
         rew = env.normalize_rewards(rew)
-        val, last_val = np.split(values(np.concatenate([obs, last_obs])), [len(obs)])
+        val, last_val = np.split(values(np.concatenate([obs, obs2])), [len(obs)])
         adv, ret = gae(rew, val, last, np.where(terminated, 0, last_val), args.gamma, args.lam)
         mean, std = mpi.statistics(adv)
         adv, ret = np.float32((adv - mean) / (std + 1e-8)), np.float32(ret)
@@ -429,6 +430,7 @@ def train(args):
         loss_pi_old, loss_v_old, *_ = sess.run(losses, batch)
 
         # Policy: the natural gradient step. Gradient and Fisher products are averaged over ranks.
+        # The KL and its gradient are 0 here, where the policy is the old one; its Hessian is not.
         g = mpi.avg(sess.run(grad_op, batch))
         step = natural_step(partial(fisher, batch), g, args.delta, args.cg_iters)
 
@@ -490,7 +492,7 @@ def train(args):
             elif cut:
                 logger.store(CutEpRet=ep_ret)
 
-        env.update_statistics()
+        env.update_statistics()  # for --norm-obs and --norm-rew
         update(rng)
 
         # Log and save.

@@ -9,10 +9,11 @@ From one batch of experience, take the best step that moves the policy by no mor
 
 To first order in the objective, gradient g, and to second order in the KL, Hessian H (the Fisher
 matrix), the answer is the natural gradient step sqrt(2 delta / x^T H x) x, where H x = g. Conjugate
-gradient finds x from products H v alone, and a line search makes up for the approximations.
+gradient finds x from products H v alone, and a line search makes up for the approximations. To H,
+damping_coeff times the identity is added, so that flat directions give no huge steps.
 
-The advantage A is GAE (Schulman et al. 2016, arXiv:1506.02438, eq. 16), and V regresses on the
-discounted rewards to go:
+The advantage A is estimated by generalized advantage estimation, GAE (Schulman et al. 2016,
+arXiv:1506.02438, eq. 16), and V regresses on the discounted rewards to go:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
 
@@ -74,7 +75,7 @@ class Args:
     damping_coeff: NonNegFloat = 0.1  # added to the diagonal of the Fisher matrix
     cg_iters: PosInt = 10  # iterations of conjugate gradient
     backtrack_iters: PosInt = 10  # maximum number of steps tried in the line search
-    backtrack_coeff: Unit = 0.8  # how much shorter each of them is than the one before
+    backtrack_coeff: Unit = 0.8  # length of each of them, as a share of the one before
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
     train_v_iters: NonNegInt = 80  # value function steps per epoch
     lam: Unit = 0.97  # lambda of GAE
@@ -87,7 +88,7 @@ def mlp(sizes, activation, rng):
     """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
 
     Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
-    the TensorFlow script starts from the same numbers.
+    the script in the other framework starts from the same numbers.
     """
     layers = []
     for fan_in, fan_out in pairwise(sizes):
@@ -132,9 +133,9 @@ class GaussianActor(nn.Module):
 class CategoricalActor(nn.Module):
     """pi(a|s) = softmax(logits(s))[a], for Discrete actions."""
 
-    def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
+    def __init__(self, obs_dim, n_actions, hidden_sizes, activation, rng):
         super().__init__()
-        self.net = mlp([obs_dim, *hidden_sizes, act_dim], activation, rng)
+        self.net = mlp([obs_dim, *hidden_sizes, n_actions], activation, rng)
 
     def forward(self, obs, act):
         """obs [B, obs_dim], act [B] int64 -> log pi(act|obs) [B], entropy [B]."""
@@ -143,7 +144,7 @@ class CategoricalActor(nn.Module):
         return logp, -(logp_all.exp() * logp_all).sum(-1)
 
     def dist(self, obs):
-        """obs [B, obs_dim] -> log pi(.|obs) [B, act_dim], which `kl` compares."""
+        """obs [B, obs_dim] -> log pi(.|obs) [B, n_actions], which `kl` compares."""
         return (torch.log_softmax(self.net(obs), -1),)
 
     def kl(self, old, new):
@@ -194,7 +195,7 @@ def to_env(a, space):
 
 
 class GAEBuffer:
-    """One epoch of this rank's experience: paths, one behind the other."""
+    """One epoch of this rank's experience: paths, one after another."""
 
     def __init__(self, obs_dim, action_space, size):
         self.obs = np.zeros((size, obs_dim), dtype=np.float32)
@@ -232,7 +233,7 @@ class GAEBuffer:
 
 
 def gae(rew, val, last, last_val, gamma, lam):
-    """Advantages (Schulman et al. 2016, eq. 16) and rewards to go of paths one behind the other.
+    """Advantages (Schulman et al. 2016, eq. 16) and rewards to go of paths, one after another.
 
         delta_t = r_t + gamma V(s_t+1) - V(s_t)
         A_t     = delta_t + gamma lam A_t+1
@@ -296,12 +297,12 @@ def compute_loss_v(v, ret):
 
 
 def flat_grad(y, params, **options):
-    """Gradient of y [] with respect to `params`, as one vector [N]; options of autograd.grad."""
+    """Gradient of y [] with respect to `params`, as one vector [D]; options of autograd.grad."""
     return torch.cat([g.reshape(-1) for g in torch.autograd.grad(y, params, **options)])
 
 
 def fisher_product(grad_kl, params, x):
-    """H x [N], H the Hessian of the KL; grad_kl [N] its gradient with its graph, x [N]."""
+    """H x [D], H the Hessian of the KL; grad_kl [D] its gradient with its graph, x [D]."""
     return flat_grad(grad_kl @ x, params, retain_graph=True)
 
 
@@ -309,12 +310,12 @@ def conjugate_gradient(Ax, b, iters):
     """Solve A x = b for a symmetric positive definite A (Hestenes and Stiefel 1952).
 
     Args:
-        Ax: function from a vector [N] to A times it.
-        b: [N] float64.
-        iters: maximum number of iterations; without rounding, N of them are exact.
+        Ax: function from a vector [D] to A times it.
+        b: [D] float64.
+        iters: maximum number of iterations; without rounding, D of them are exact.
 
     Returns:
-        x [N] float64.
+        x [D] float64.
     """
     x, r, p = np.zeros_like(b), b.copy(), b.copy()
     rr = r @ r
@@ -334,11 +335,11 @@ def natural_step(fisher, g, delta, cg_iters):
     """The natural gradient step, to be subtracted: sqrt(2 delta / x^T H x) x, where H x = g.
 
     Args:
-        fisher: function from x [N] to H x [N].
-        g: [N] float64, gradient of the loss.
+        fisher: function from x [D] to H x [D].
+        g: [D] float64, gradient of the loss.
 
     Returns:
-        [N] float64; zeros where x^T H x is not positive and finite: g = 0, say.
+        [D] float64; zeros where x^T H x is not positive and finite: g = 0, say.
     """
     x = conjugate_gradient(fisher, g, cg_iters)
     xHx = x @ fisher(x)
@@ -382,36 +383,36 @@ def train(args):
         return [x.item() for x in (loss_pi, loss_v, kl, entropy.mean())]
 
     def fisher(grad_kl, x):
-        """(H + damping) x, averaged over all ranks: x [N] float64 -> [N] float64."""
+        """(H + damping_coeff I) x, averaged over all ranks: x [D] float64 -> [D] float64."""
         x_t = torch.as_tensor(x, dtype=torch.float32, device=device)
         Hx = fisher_product(grad_kl, pi_params, x_t)
         return mpi.avg(Hx.cpu()) + args.damping_coeff * x
 
-    def set_params(x):
-        """Give the policy the parameters x [N]."""
-        x = torch.as_tensor(x, dtype=torch.float32, device=device)
-        nn.utils.vector_to_parameters(x, pi_params)
+    def set_params(params):
+        """Give the policy the parameters `params` [D]."""
+        params = torch.as_tensor(params, dtype=torch.float32, device=device)
+        nn.utils.vector_to_parameters(params, pi_params)
 
     def update(rng):
         """Improve policy and value function on the epoch's experience, and store what to log."""
-        obs, act, rew, last, last_obs, terminated = buf.get()
+        obs, act, rew, last, obs2, terminated = buf.get()
         rew = env.normalize_rewards(rew)
-        val, last_val = np.split(values(np.concatenate([obs, last_obs])), [len(obs)])
+        val, last_val = np.split(values(np.concatenate([obs, obs2])), [len(obs)])
         adv, ret = gae(rew, val, last, np.where(terminated, 0, last_val), args.gamma, args.lam)
         mean, std = mpi.statistics(adv)
         adv, ret = np.float32((adv - mean) / (std + 1e-8)), np.float32(ret)
         obs, act, adv, ret = (torch.as_tensor(x, device=device) for x in (obs, act, adv, ret))
         with torch.no_grad():
             logp_old, _ = ac.pi(obs, act)
-            dist_old = [x.clone() for x in ac.pi.dist(obs)]
+            dist_old = [x.clone() for x in ac.pi.dist(obs)]  # log_std is the parameter itself
         batch = obs, act, adv, ret, logp_old, dist_old
         loss_pi_old, loss_v_old, *_ = losses(*batch)
 
         # Policy: the natural gradient step. Gradient and Fisher products are averaged over ranks.
+        # The KL and its gradient are 0 here, where the policy is the old one; its Hessian is not.
         logp, _ = ac.pi(obs, act)
         g = mpi.avg(flat_grad(compute_loss_pi(logp, logp_old, adv), pi_params).cpu())
-        kl = ac.pi.kl(dist_old, ac.pi.dist(obs))
-        grad_kl = flat_grad(kl, pi_params, create_graph=True)
+        grad_kl = flat_grad(ac.pi.kl(dist_old, ac.pi.dist(obs)), pi_params, create_graph=True)
         step = natural_step(partial(fisher, grad_kl), g, args.delta, args.cg_iters)
 
         # Line search: the longest step that keeps to the KL and improves the objective. Both are
@@ -473,7 +474,7 @@ def train(args):
             elif cut:
                 logger.store(CutEpRet=ep_ret)
 
-        env.update_statistics()
+        env.update_statistics()  # for --norm-obs and --norm-rew
         update(rng)
 
         # Log and save.

@@ -4,12 +4,12 @@
     mpirun -np 4 python algos/vpg_torch.py --env-id Hopper-v4
 
 From one batch of experience, take one step up the gradient of the expected return. It makes actions
-that turned out better than expected more likely:
+that turned out better than expected more likely; the advantage A says how much better:
 
     grad J(pi) = E[ grad log pi(a|s) A ]
 
-The advantage A is GAE (Schulman et al. 2016, arXiv:1506.02438, eq. 16), and V regresses on the
-discounted rewards to go:
+The advantage A is estimated by generalized advantage estimation, GAE (Schulman et al. 2016,
+arXiv:1506.02438, eq. 16), and V regresses on the discounted rewards to go:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
 
@@ -77,7 +77,7 @@ def mlp(sizes, activation, rng):
     """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
 
     Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
-    the TensorFlow script starts from the same numbers.
+    the script in the other framework starts from the same numbers.
     """
     layers = []
     for fan_in, fan_out in pairwise(sizes):
@@ -111,9 +111,9 @@ class GaussianActor(nn.Module):
 class CategoricalActor(nn.Module):
     """pi(a|s) = softmax(logits(s))[a], for Discrete actions."""
 
-    def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
+    def __init__(self, obs_dim, n_actions, hidden_sizes, activation, rng):
         super().__init__()
-        self.net = mlp([obs_dim, *hidden_sizes, act_dim], activation, rng)
+        self.net = mlp([obs_dim, *hidden_sizes, n_actions], activation, rng)
 
     def forward(self, obs, act):
         """obs [B, obs_dim], act [B] int64 -> log pi(act|obs) [B], entropy [B]."""
@@ -164,7 +164,7 @@ def to_env(a, space):
 
 
 class GAEBuffer:
-    """One epoch of this rank's experience: paths, one behind the other."""
+    """One epoch of this rank's experience: paths, one after another."""
 
     def __init__(self, obs_dim, action_space, size):
         self.obs = np.zeros((size, obs_dim), dtype=np.float32)
@@ -202,7 +202,7 @@ class GAEBuffer:
 
 
 def gae(rew, val, last, last_val, gamma, lam):
-    """Advantages (Schulman et al. 2016, eq. 16) and rewards to go of paths one behind the other.
+    """Advantages (Schulman et al. 2016, eq. 16) and rewards to go of paths, one after another.
 
         delta_t = r_t + gamma V(s_t+1) - V(s_t)
         A_t     = delta_t + gamma lam A_t+1
@@ -244,6 +244,11 @@ def compute_loss_pi(logp, adv):
     return -(logp * adv).mean()
 
 
+def compute_loss_v(v, ret):
+    """Mean squared error of the values: E[(V(s) - R)^2]; v, ret [B] -> []."""
+    return ((v - ret) ** 2).mean()
+
+
 def approx_kl(logp, logp_old):
     """KL(old || new), estimated from samples of the old policy: E[(ratio - 1) - log ratio].
 
@@ -251,11 +256,6 @@ def approx_kl(logp, logp_old):
     """
     log_ratio = logp - logp_old
     return (torch.exp(log_ratio) - 1 - log_ratio).mean()
-
-
-def compute_loss_v(v, ret):
-    """Mean squared error of the values: E[(V(s) - R)^2]; v, ret [B] -> []."""
-    return ((v - ret) ** 2).mean()
 
 
 # Training -----------------------------------------------------------------------------------------
@@ -287,16 +287,17 @@ def train(args):
 
     @torch.no_grad()
     def losses(obs, act, adv, ret, logp_old):
-        """loss_pi, loss_v, the approximate KL divergence and the entropy: floats."""
+        """loss_pi, loss_v, the approximate KL, the entropy: floats."""
         logp, entropy = ac.pi(obs, act)
-        loss_pi, loss_v = compute_loss_pi(logp, adv), compute_loss_v(ac.v(obs)[:, 0], ret)
-        return [x.item() for x in (loss_pi, loss_v, approx_kl(logp, logp_old), entropy.mean())]
+        loss_pi = compute_loss_pi(logp, adv)
+        loss_v, kl = compute_loss_v(ac.v(obs)[:, 0], ret), approx_kl(logp, logp_old)
+        return [x.item() for x in (loss_pi, loss_v, kl, entropy.mean())]
 
     def update():
         """Improve policy and value function on the epoch's experience, and store what to log."""
-        obs, act, rew, last, last_obs, terminated = buf.get()
+        obs, act, rew, last, obs2, terminated = buf.get()
         rew = env.normalize_rewards(rew)
-        val, last_val = np.split(values(np.concatenate([obs, last_obs])), [len(obs)])
+        val, last_val = np.split(values(np.concatenate([obs, obs2])), [len(obs)])
         adv, ret = gae(rew, val, last, np.where(terminated, 0, last_val), args.gamma, args.lam)
         mean, std = mpi.statistics(adv)
         adv, ret = np.float32((adv - mean) / (std + 1e-8)), np.float32(ret)
@@ -354,7 +355,7 @@ def train(args):
             elif cut:
                 logger.store(CutEpRet=ep_ret)
 
-        env.update_statistics()
+        env.update_statistics()  # for --norm-obs and --norm-rew
         update()
 
         # Log and save.

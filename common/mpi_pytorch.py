@@ -168,8 +168,8 @@ class Adam:
         self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
         self.exp_avgs, self.exp_avg_sqs = ([torch.zeros_like(p) for p in self.params] for _ in "12")
         like = {"dtype": torch.float64, "device": self.params[0].device}
-        self.step, self.lr = torch.zeros((), **like), torch.tensor(lr, **like)
-        for state in (*self.exp_avgs, *self.exp_avg_sqs, self.step, self.lr):
+        self.steps, self.lr = torch.zeros((), **like), torch.tensor(lr, **like)
+        for state in (*self.exp_avgs, *self.exp_avg_sqs, self.steps, self.lr):
             state.requires_grad_(False)
             if state.is_cuda:  # CUDA graphs change it where it lies
                 torch._dynamo.mark_static_address(state)
@@ -182,10 +182,10 @@ class Adam:
     @torch.no_grad()
     def apply_gradients(self, grads):
         """Take one step with what `compute_gradients` returned."""
-        self.step += 1
+        self.steps += 1
         # beta^t as exp(t log beta): the compiler works an exp out once, a power per parameter.
-        correction1 = 1 - torch.exp(self.step * math.log(self.beta1))
-        correction2 = torch.sqrt(1 - torch.exp(self.step * math.log(self.beta2)))
+        correction1 = 1 - torch.exp(self.steps * math.log(self.beta1))
+        correction2 = torch.sqrt(1 - torch.exp(self.steps * math.log(self.beta2)))
         step_size = (self.lr * correction2 / correction1).float()
         epsilon = (self.epsilon * correction2).float()
         for p, g, m, v in zip(self.params, grads, self.exp_avgs, self.exp_avg_sqs, strict=True):
@@ -199,7 +199,7 @@ class Adam:
 
     def state_dict(self):
         """The moments and the step count, by name."""
-        moments = {"exp_avg": self.exp_avgs, "exp_avg_sq": self.exp_avg_sqs, "step": [self.step]}
+        moments = {"exp_avg": self.exp_avgs, "exp_avg_sq": self.exp_avg_sqs, "step": [self.steps]}
         return {f"{name}/{i}": x for name, xs in moments.items() for i, x in enumerate(xs)}
 
 

@@ -119,10 +119,10 @@ class Adam:
         """An op that takes one step. Call this once per optimizer."""
         zeros = lambda name, x: tf.get_variable(name, initializer=x, trainable=False)  # noqa: E731
         with tf.variable_scope(self.name):
-            self.step = zeros("step", np.zeros((), np.int64))
-        with tf.control_dependencies([tf.assign_add(self.step, 1)]):
-            steps = tf.cast(self.step.read_value(), tf.float64)
-        correction1, correction2 = (1 - np.float64(b) ** steps for b in (self.beta1, self.beta2))
+            self.steps = zeros("step", np.zeros((), np.int64))
+        with tf.control_dependencies([tf.assign_add(self.steps, 1)]):
+            t = tf.cast(self.steps.read_value(), tf.float64)
+        correction1, correction2 = (1 - np.float64(b) ** t for b in (self.beta1, self.beta2))
         # Beta powers of 0 switch off the kernel's own bias correction. It then computes
         # var -= step_size m / (sqrt(v) + epsilon sqrt(correction2)), which is torch's step.
         step_size = tf.cast(self.lr * tf.sqrt(correction2) / correction1, tf.float32)

@@ -65,6 +65,8 @@ def watch(owner, original, name, *method):
 
 def copied(x):
     """Copies of what a call may change; anything else as it is."""
+    if hasattr(x, "clone"):  # a tensor, with its graph
+        return x.clone()
     changes = isinstance(x, np.ndarray | np.random.Generator) or type(x).__name__ in BUFFERS
     return copy.deepcopy(x) if changes else x
 

@@ -31,5 +31,5 @@ def test_adam():
         exact -= 1e-2 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
         np.testing.assert_allclose(sess.run(variable), exact, rtol=0, atol=5e-6)
         np.testing.assert_allclose(sess.run(variable), param.detach().numpy(), rtol=0, atol=5e-6)
-    assert sess.run(optimizer.step) == 50
+    assert sess.run(optimizer.steps) == 50
     assert np.abs(exact - start)[:, :3].min() > 1e-3

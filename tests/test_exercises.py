@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,12 +66,14 @@ def test_a_learners_way(learner, capsys):
         assert capsys.readouterr().out.strip() == hint
 
     line = f'raise NotImplementedError("{program.TO_DO}")'
-    path.write_text(stub.replace(line, "return (logp * adv).mean()"))
+    path.write_text(stub.replace(line, "return logp.mul_(adv).mean()"))  # changes what it is given
     with pytest.raises(SystemExit, match="1"):
         learner("check policy-gradient --limit 600")
     said = capsys.readouterr().out
     assert "policy-gradient is not right yet" in said and "compute_loss_pi(logp=[" in said
-    assert ", should be -" in said and "Traceback" not in said and len(said.splitlines()) <= 4
+    found, wanted = re.search(r"result is (\S+), should be (\S+)", said).groups()
+    assert float(found) == -float(wanted) and "Traceback" not in said
+    assert len(said.splitlines()) <= 4
 
     path.write_text(stub.replace(line, "return -(adv * logp).sum() / len(adv)"))
     learner("check policy-gradient --limit 600")

@@ -67,11 +67,11 @@ def test_buffer(script):
             o2[:] = t + 1  # an environment may write into its observation again
             if t in (1, 4):
                 buf.finish_path(o2, t == 1)
-        obs, act, rew, last, last_obs, terminated = buf.get()
+        obs, act, rew, last, obs2, terminated = buf.get()
         assert obs.tolist() == [[t, epoch] for t in range(5)]
         assert rew.tolist() == [10 * t for t in range(5)]
         assert act.tolist() == [[t, 0, -t] for t in range(5)] and last.tolist() == [1, 4]
-        assert last_obs.tolist() == [[2, 2], [5, 5]] and terminated.tolist() == [True, False]
+        assert obs2.tolist() == [[2, 2], [5, 5]] and terminated.tolist() == [True, False]
 
 
 NORMALIZED = """

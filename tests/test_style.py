@@ -210,14 +210,14 @@ LIMITS = {
     "common/ tokens": 11376,
     "common/ files": 8,
     "benchmark/ lines": 1719,
-    "exercises/ lines": 310,
-    "tests/ lines": 4925,
+    "exercises/ lines": 312,
+    "tests/ lines": 4928,
     "names from common/": 10,
     "tf1 longer than torch": 13,
 }
 # Of each script: lines, and the algorithm's share in percent.
 SCRIPT_LIMITS = {
-    "vpg_torch": (209, 65),
+    "vpg_torch": (210, 65),
     "vpg_tf1": (219, 68),
     "trpo_torch": (278, 71),
     "trpo_tf1": (287, 73),
