@@ -285,7 +285,7 @@ def summary(runs, name, seconds):
             text = run.log.read_text(encoding="utf-8", errors="replace")
             lines += [f"    {x.rstrip()}" for x in text.splitlines() if x.strip()][-6:]
             lines.append(f"    log: {run.log}")
-    if not all(run.outcome.startswith("finished") for run in runs):
+    if not all(run.outcome.startswith(("finished", "another run")) for run in runs):
         again = "The same command goes on; with --retry-failed, also with what failed."
         later = "The same command would begin anew: --resume DIR goes on with a run of a script."
         lines += ["", later if runs[0].stamp else again]

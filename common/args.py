@@ -13,6 +13,7 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -38,12 +39,16 @@ def _json_dict(words):
     return value
 
 
+def _is_number(x, kind):
+    return isinstance(x, kind) and not isinstance(x, bool)
+
+
 def _ints(text, holds):
-    return Annotated[int, Range(text, lambda x: type(x) is int and holds(x))]
+    return Annotated[int, Range(text, lambda x: _is_number(x, Integral) and holds(x))]
 
 
 def _floats(text, holds):
-    return Annotated[float, Range(text, lambda x: isinstance(x, int | float) and holds(x))]
+    return Annotated[float, Range(text, lambda x: _is_number(x, Real) and holds(x))]
 
 
 PosInt = _ints("an integer of at least 1", lambda x: x >= 1)
@@ -133,6 +138,8 @@ def check_args(args):
         value = getattr(args, name)
         words = [word for part in get_args(hint) for word in get_args(part)]  # of Literal["auto"]
         numbers = value if isinstance(value, tuple | list) else [value]
+        if hint is bool and not isinstance(value, bool):
+            raise UsageError(f"{flag(name)} must be True or False, not {value!r}")
         if get_origin(hint) is Literal and value not in get_args(hint):
             choices = ", ".join(get_args(hint))
             raise UsageError(f"{flag(name)} must be one of {choices}, not {value!r}")

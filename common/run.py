@@ -7,6 +7,7 @@ import contextlib
 import functools
 import math
 import os
+import random
 import re
 import signal
 import sys
@@ -31,8 +32,12 @@ stop_signal = None  # the signal that asked this process to stop
 
 def main(train, Args):
     """Run a script: read its flags, relaunch under mpirun if asked, train, set the exit code."""
+    global stop_signal
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed, as by `>&-`
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: any path can be printed
-    sys.path.append("")  # so that --env-id finds modules in the current directory
+    sys.path.append(os.getcwd())  # so that --env-id finds modules in the current directory
     script, args = os.path.basename(sys.argv[0]), None
     try:
         args = parse_args(Args)
@@ -54,8 +59,9 @@ def main(train, Args):
         where = f" on rank {mpi.proc_id()} of {mpi.num_procs()}" if mpi.num_procs() > 1 else ""
         tell(f"{script}: failed{where}\n{traceback.format_exc()}")
         mpi.abort(1)
+    signum, stop_signal = stop_signal, None  # a later run of this process is not to stop
     if not finished:
-        sys.exit(128 + (stop_signal or signal.SIGTERM))
+        sys.exit(128 + (signum or signal.SIGTERM))
 
 
 def experiment(train):
@@ -68,6 +74,8 @@ def experiment(train):
     @functools.wraps(train)
     def checked_train(args):
         check_args(args)
+        if args.num_cpu not in (1, "auto") and mpi.num_procs() == 1:
+            raise UsageError(f"--num-cpu {args.num_cpu}: start Python with mpirun for more ranks")
         try:
             return train(args)
         except BaseException as e:
@@ -94,8 +102,8 @@ def start(args, script):
     global _logger
     exp_name = args.exp_name or re.sub(r"[^\w.-]", "_", f"{Path(script).stem}_{args.env_id}")
     kwargs = files.setup_logger_kwargs(exp_name, args.seed, args.data_dir, args.datestamp)
-    if isinstance(args.resume, str):
-        kwargs["output_dir"] = args.resume
+    if not isinstance(args.resume, bool):
+        kwargs["output_dir"] = str(args.resume)
     elif args.datestamp and args.resume:
         raise UsageError("--datestamp makes a new directory: give --resume the directory itself")
     logger = EpochLogger(**kwargs, resume=args.resume, overwrite=args.overwrite)
@@ -207,8 +215,14 @@ class CheckedEnv(gym.Wrapper):
         super().__init__(env)
         self.shape = env.observation_space.shape
 
-    def reset(self, **kwargs):
-        o, info = self.env.reset(**kwargs)
+    def reset(self, seed=None, **kwargs):
+        if seed is not None:  # also what an environment may draw from beside its own generator
+            random.seed(seed)
+            np.random.seed(seed)  # noqa: NPY002
+            with contextlib.suppress(AttributeError):  # spaces that only a wrapper has
+                self.env.unwrapped.action_space.seed(seed)
+                self.env.unwrapped.observation_space.seed(seed)
+        o, info = self.env.reset(seed=seed, **kwargs)
         return self.checked(o), info
 
     def step(self, action):
@@ -218,7 +232,7 @@ class CheckedEnv(gym.Wrapper):
         check_numbers("reward", r)
         if not isinstance(r, float):  # an integer, or an array of one number
             r = np.asarray(r, dtype=float).item()
-        return o, r, terminated, truncated, info
+        return o, r, bool(terminated), bool(truncated), info
 
     def checked(self, o):
         o = np.array(o)

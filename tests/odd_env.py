@@ -140,11 +140,14 @@ class Odd(gym.Env):
         self.steps, self.len = self.steps + 1, self.len + 1
         fault.step(self)
         rewards = {"nan reward": np.nan, "infinite reward": np.inf, "huge reward": 1e38}
-        rewards |= {"reward in an array": np.array([-1.0]), "two rewards": np.ones(2)}
+        rewards |= {"in arrays": np.array([-1.0]), "two rewards": np.ones(2)}
         rewards |= {"no reward": None, "a word": "high", "rising": self.steps}
         r = rewards.get(self.kind, -1.0) if self.steps >= self.at else -1.0
         end = {"short": 1, "endless": 10**9}.get(self.kind, 50)
-        late, result = self.steps >= self.at, (self.obs(), r, self.len >= end, False, {})
+        ends = self.len >= end, False
+        if self.kind == "in arrays":
+            ends = np.array(ends).reshape(2, 1)
+        late, result = self.steps >= self.at, (self.obs(), r, *ends, {})
         return result[:4] if self.kind == "old step" and late else result
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import random
 import signal
 import subprocess
 from typing import Literal
@@ -23,6 +24,7 @@ from conftest import (
     saved_epochs,
     wait_for,
 )
+from conftest import mpi as run_source
 from gymnasium import spaces
 
 from common import UsageError, mpi
@@ -203,8 +205,9 @@ def test_bad_input_is_refused_by_every_script(tmp_path, odd_spaces, script):
         with pytest.raises(UsageError) as e:
             module.train(parse_args(module.Args, words))
         assert message in str(e.value) and "\n" not in str(e.value)
-    for values in ({"gamma": 1.5}, {"epochs": 0, "overwrite": True}, {"steps_per_epoch": 500.0}):
-        with pytest.raises(UsageError, match="must be"):
+    wrong = [{"gamma": 1.5}, {"epochs": 0, "overwrite": True}, {"steps_per_epoch": 500.0}]
+    for values in [*wrong, {"snapshots": "False"}, {"seed": True}, {"num_cpu": 3}]:
+        with pytest.raises(UsageError, match=r"must be|start Python with mpirun"):
             module.train(module.Args(env_id="Pendulum-v1", data_dir=str(data), **values))
     assert not data.exists()
 
@@ -283,6 +286,39 @@ def test_without_tensorflow(tmp_path):
 
 # From Python --------------------------------------------------------------------------------------
 
+
+def test_a_run_after_one_that_was_stopped(tmp_path):
+    """In one process: it is not stopped, too."""
+    source = """
+import os
+from common import run
+from test_cli import Args
+
+def train(args):
+    os.kill(os.getpid(), 15)
+    return not run.stop_requested()
+
+try:
+    run.main(train, Args)
+except SystemExit as e:
+    print(e.code, run.stop_requested())
+"""
+    assert run_source(tmp_path, source, 1).stdout == "143 False\n"
+
+
+def test_all_that_an_environment_draws_from_is_seeded():
+    env = make_env("CartPole-v1", {}, (spaces.Box, spaces.Discrete))
+    inner = env.unwrapped
+
+    def draw(**seed):
+        env.reset(**seed)
+        samples = [space.sample() for space in (inner.action_space, inner.observation_space)]
+        return str([random.random(), np.random.rand(), *samples])  # noqa: NPY002
+
+    first, second = draw(seed=3), draw()
+    assert first == draw(seed=3) and second == draw() and first != second
+
+
 TINY = {"steps_per_epoch": 40, "max_ep_len": 20, "epochs": 3, "save_freq": 1, "hidden_sizes": (8,)}
 OFF_POLICY = {"start_steps": 20, "update_after": 20, "update_every": 20, "num_test_episodes": 1}
 
@@ -333,7 +369,8 @@ def test_resume_takes_the_arguments_of_a_directory(tmp_path, monkeypatch, datest
     assert {name: getattr(again, name) for name in args} == args
     assert module.train(again)  # a no-op
     assert module.train(parse_args(module.Args, [*words, "--epochs", "4"]))
-    assert len(progress(directory)) == 4 and len(os.listdir(tmp_path)) == 1
+    assert module.train(dataclasses.replace(again, resume=directory, epochs=np.int64(5)))
+    assert len(progress(directory)) == 5 and len(os.listdir(tmp_path)) == 1
     for script, flags, text in (
         ("ppo_torch", ["--gamma", "0.9"], "gamma was 0.5, is 0.9"),
         ("ppo_torch", ["--resume", str(directory.parent)], "cannot resume .*config.json"),

@@ -10,6 +10,7 @@ import os
 import pty
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -335,16 +336,16 @@ def test_wrong_results_are_named(tmp_path, script):
 
 @pytest.mark.parametrize("script", FOUR)
 def test_odd_but_usable_environments(tmp_path, script):
-    """Observations of other types or all in one array, rewards in arrays, episodes of one step and
+    """Observations of other types or all in one array, all else in arrays, episodes of one step and
     without end; actions of other types, within their bounds, or without bounds where they are
     clipped."""
     tables = {}
-    kinds = ["", "one array", "reward in an array", "ints", "list", "short", "float16", "float64"]
+    kinds = ["", "one array", "in arrays", "ints", "list", "short", "float16", "float64"]
     for kind in kinds:
         args = {"data_dir": str(tmp_path), "exp_name": f"run {kind}", "epochs": 2}
         assert train(script, env_kwargs={"kind": kind}, **args)
         tables[kind] = progress(run_dir(tmp_path, f"run {kind}"))
-    for kind in ("one array", "reward in an array"):
+    for kind in ("one array", "in arrays"):
         pd.testing.assert_frame_equal(tables[""], tables[kind], check_exact=True)
     pd.testing.assert_frame_equal(tables["ints"], tables["list"], check_exact=True)
     assert (tables["ints"].EpLen == 20).all() and (tables["short"].EpLen == 1).all()
@@ -507,6 +508,10 @@ def test_a_closed_pipe(tmp_path):
     assert result.returncode == 0 and not result.stderr
     assert result.stdout.endswith(b"run_s0\n")
     assert len(progress(run_dir(here, "run"))) == 4
+    words = command("ppo_torch", *flags("ppo_torch", data_dir=here, exp_name="closed", epochs=2))
+    assert (
+        subprocess.run(["sh", "-c", f"{shlex.join(words)} >&- 2>&-"], timeout=100).returncode == 0
+    )
 
 
 @pytest.mark.slow

@@ -291,6 +291,7 @@ def test_more_epochs_make_a_run_longer_and_other_arguments_leave_it(main, tmp_pa
     assert "1 finished before" in main(write_sweep(sweep, "epochs = 4"))[1]
     code, out, _ = main(write_sweep(sweep, "gamma = 0.8\nseed = [0, 1]"))
     assert code == 1 and "1 another run, 1 finished" in out and "gamma was 0.99, is 0.8" in out
+    assert "The same command" not in out
     assert "ranks was 1, is 2" in main(write_sweep(sweep), "--num-cpu", 2)[1]
     assert table.read_text() == longer
 

@@ -206,12 +206,12 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 1130,
-    "common/ tokens": 11376,
+    "common/ lines": 1149,
+    "common/ tokens": 11565,
     "common/ files": 8,
     "benchmark/ lines": 1719,
     "exercises/ lines": 312,
-    "tests/ lines": 4928,
+    "tests/ lines": 4965,
     "names from common/": 10,
     "tf1 longer than torch": 13,
 }
