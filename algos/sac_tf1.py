@@ -7,9 +7,9 @@ Like TD3, but the policy is stochastic, and its objective includes its entropy, 
 There is no target policy and no delay: the next action a' is sampled from the current policy. As in
 the second paper, there is no value network.
 
-    y      = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s'))
-    L(Q_i) = E[ (Q_i(s, a) - y)^2 ]
-    L(pi)  = E[ alpha log pi(a|s) - min_i Q_i(s, a) ],  a = tanh(mu(s) + sigma(s) noise)
+    y        = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s'))
+    L(Q_i)   = E[ (Q_i(s, a) - y)^2 ]
+    L(pi)    = E[ alpha log pi(a|s) - min_i Q_i(s, a) ],  a = tanh(mu(s) + sigma(s) noise)
     L(alpha) = -E[ log alpha (log pi(a|s) - dim(A)) ]           with --alpha auto
     theta_targ <- polyak theta_targ + (1 - polyak) theta        after each step
 

@@ -69,7 +69,7 @@ def check_env(env_id, env_kwargs="{}", actions="", bounded=""):
 
     from common.run import make_env
 
-    sys.path.append(os.getcwd())  # its package may be in the current directory, as for the scripts
+    sys.path.append("")  # its package may be in the current directory, as for the scripts
     kwargs, names = json.loads(env_kwargs), re.findall(r"\w+", actions)
     classes = tuple(getattr(gymnasium.spaces, name) for name in names)
     try:

@@ -238,7 +238,7 @@ def run_policy(env, get_action, max_ep_len=0, num_episodes=100, seed=0):
 
 
 def main(argv=None):
-    sys.path.append(os.getcwd())  # an environment's module may be in the current directory
+    sys.path.append("")  # an environment's module may be in the current directory
     try:
         args = parse_args(Args, argv)
         if args.render and (args.video or args.norender):

@@ -37,7 +37,7 @@ def main(train, Args):
         if getattr(sys, name) is None:  # it was closed, as by `>&-`
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: any path can be printed
-    sys.path.append(os.getcwd())  # so that --env-id finds modules in the current directory
+    sys.path.append("")  # so that --env-id finds modules in the current directory
     script, args = os.path.basename(sys.argv[0]), None
     try:
         args = parse_args(Args)
@@ -208,7 +208,8 @@ class CheckedEnv(gym.Wrapper):
     """Refuses NaN and infinity, observations of another shape than promised, and what is no number.
 
     NumPy would broadcast some of these without an error: one number fills a whole row. Observations
-    are copies, since an environment may write the next one into the same array.
+    are copies, since an environment may write the next one into the same array. A reset with a seed
+    also seeds `random`, `np.random` and the spaces, which an environment may draw from.
     """
 
     def __init__(self, env):
@@ -216,7 +217,7 @@ class CheckedEnv(gym.Wrapper):
         self.shape = env.observation_space.shape
 
     def reset(self, seed=None, **kwargs):
-        if seed is not None:  # also what an environment may draw from beside its own generator
+        if seed is not None:
             random.seed(seed)
             np.random.seed(seed)  # noqa: NPY002
             with contextlib.suppress(AttributeError):  # spaces that only a wrapper has

@@ -109,6 +109,7 @@ def test_numbers_are_checked_from_python(values):
     with pytest.raises(UsageError, match=rf"^--{name.replace('_', '-')} must be .*, not "):
         check_args(Args(**values))
     check_args(Args(lr=1, sizes=[32, 16], num_cpu="auto", resume="dir", gamma=np.float64(0.5)))
+    check_args(Args(lr=np.float32(1e-3), seed=np.int64(3)))
 
 
 BOX = spaces.Box(-1, 1, (2,))

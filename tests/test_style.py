@@ -211,7 +211,7 @@ LIMITS = {
     "common/ files": 8,
     "benchmark/ lines": 1719,
     "exercises/ lines": 312,
-    "tests/ lines": 4965,
+    "tests/ lines": 4966,
     "names from common/": 10,
     "tf1 longer than torch": 13,
 }
