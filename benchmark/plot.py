@@ -185,6 +185,13 @@ def get_all_datasets(all_logdirs, legend=(), select=(), exclude=()):
         name = legend[i] if legend else None
         for frame in get_datasets(logdir, name, select, exclude, units):
             datasets.setdefault(os.path.realpath(frame.attrs["run_dir"]), frame)
+    firsts = {}  # a copy of a run, or the same seed run again, is no other sample
+    for frame in datasets.values():
+        numbers = frame.iloc[0].drop(["Unit", "Condition2", "Time"], errors="ignore").to_json()
+        run, seed = frame.attrs["run_dir"], frame.attrs["config"].get("seed")
+        first = firsts.setdefault((numbers, str(seed)), run)
+        if first != run:
+            warn(f"{run} repeats {first}, seed and numbers, and counts as another seed")
     return list(datasets.values())
 
 

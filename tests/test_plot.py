@@ -1,6 +1,7 @@
 """benchmark/plot.py: what is read, what is averaged, what is drawn, what is refused."""
 
 import json
+import shutil
 
 import matplotlib
 
@@ -94,6 +95,23 @@ def test_select_exclude_and_legend(tmp_path):
     assert names("p", "s", exclude=["ppo_10"], legend=["P", "S"]) == ["P", "S"]
     with pytest.raises(ValueError, match="2 names for 3"):
         names("p", "s", legend=["P", "S"])
+
+
+def test_a_copy_of_a_run_is_named(tmp_path, capsys):
+    """It would count as another seed: the same numbers from the same seed, whatever they took."""
+    first = write_run(tmp_path, "ppo", 0, [1, 2])
+    write_run(tmp_path, "ppo", 1, [1, 2])  # another seed; its returns may be the same
+    write_run(tmp_path, "sac", 0, [1, 2])  # another experiment
+    plot.get_all_datasets([str(tmp_path)])
+    assert not capsys.readouterr().err
+    copy = shutil.copytree(first, tmp_path / "ppo" / "copy")
+    table = (copy / "progress.txt").read_text()
+    (copy / "progress.txt").write_text(table.replace("\t2.5\n", "\t3.5\n"))  # Time
+    assert len(plot.get_all_datasets([str(tmp_path)])) == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"plot.py: {first} repeats {copy}, seed and numbers")
+    plot.get_all_datasets([str(first), str(first.parent / "ppo_s0")])  # one run, named twice
+    assert not capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------- aggregating

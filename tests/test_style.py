@@ -209,9 +209,9 @@ LIMITS = {
     "common/ lines": 1149,
     "common/ tokens": 11565,
     "common/ files": 8,
-    "benchmark/ lines": 1719,
+    "benchmark/ lines": 1726,
     "exercises/ lines": 312,
-    "tests/ lines": 4966,
+    "tests/ lines": 4979,
     "names from common/": 10,
     "tf1 longer than torch": 13,
 }
