@@ -137,15 +137,16 @@ def check_args(args):
     for name, hint in get_type_hints(type(args), include_extras=True).items():
         value = getattr(args, name)
         words = [word for part in get_args(hint) for word in get_args(part)]  # of Literal["auto"]
-        numbers = value if isinstance(value, tuple | list) else [value]
+        is_list, of_many = isinstance(value, tuple | list), get_origin(hint) is tuple
         if hint is bool and not isinstance(value, bool):
             raise UsageError(f"{flag(name)} must be True or False, not {value!r}")
         if get_origin(hint) is Literal and value not in get_args(hint):
             choices = ", ".join(get_args(hint))
             raise UsageError(f"{flag(name)} must be one of {choices}, not {value!r}")
         for limit in _ranges(hint) if value not in words else ():
-            if not all(map(limit.holds, numbers)):
-                each = "a list, each " if numbers is value else ""
+            numbers = value if is_list else [value]
+            if of_many != is_list or not all(map(limit.holds, numbers)):
+                each = "a list, each " if of_many else ""
                 text = f"{flag(name)} must be {each}{limit.text}, not"
                 raise UsageError(f"{text} {files.printable(repr(value))}")
 

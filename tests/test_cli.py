@@ -96,9 +96,9 @@ def test_bad_flags_are_one_line(monkeypatch, words, message):
 WRONG = [
     *({"n": x} for x in (500.0, True, "7", None, 0)),
     *({"lr": x} for x in ("0.1", None, 0, float("nan"))),
-    *({"sizes": (64, x)} for x in (1.0, 0)),
+    *({"sizes": x} for x in ((64, 1.0), (64, 0), 64)),
     *({"num_cpu": x} for x in ("all", 0, True)),
-    {"gamma": 1.5},
+    *({"gamma": x} for x in (1.5, [0.5])),
     {"activation": "elu"},
 ]
 

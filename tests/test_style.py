@@ -206,8 +206,8 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 1149,
-    "common/ tokens": 11565,
+    "common/ lines": 1150,
+    "common/ tokens": 11575,
     "common/ files": 8,
     "benchmark/ lines": 1726,
     "exercises/ lines": 312,
