@@ -109,6 +109,8 @@ def _parse(Args, argv, **options):
             case tyro._errors.UnrecognizedArgs(tokens=words):
                 near = difflib.get_close_matches(words[0], map(flag, get_type_hints(Args)), 1, 0.7)
                 meant = "".join(f" (perhaps {name}?)" for name in near)
+                if words[0].lower() in ("true", "false"):
+                    meant = " (a switch takes no value: --name sets it, --no-name clears it)"
                 text = f"Unrecognized options: {', '.join(words)}{meant}"
         argument = getattr(event, "argument", None)
         raise UsageError(f"{argument.display_name()}: {text}" if argument else text)

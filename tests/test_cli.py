@@ -80,6 +80,7 @@ def test_flags():
         ("--num-cpu all", "--num-cpu: no type matching INT|{auto}"),
         ("--resume /nowhere --lr 1", "cannot resume /nowhere: "),
         ("stray", "Unrecognized options: stray"),
+        ("--verbose True", "Unrecognized options: True (a switch takes no value: --name sets"),
         ("--env-kwargs [1]", "--env-kwargs: expected a JSON object, got [1]"),
         ("--env-kwargs {", "--env-kwargs: Expecting property name"),
         ('--env-kwargs {"a":[Infinity]}', "--env-kwargs: config.json cannot hold NaN and inf"),

@@ -206,12 +206,12 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 1150,
-    "common/ tokens": 11575,
+    "common/ lines": 1152,
+    "common/ tokens": 11594,
     "common/ files": 8,
     "benchmark/ lines": 1726,
     "exercises/ lines": 312,
-    "tests/ lines": 4979,
+    "tests/ lines": 4980,
     "names from common/": 10,
     "tf1 longer than torch": 13,
 }
