@@ -87,7 +87,8 @@ def rate(script, args, ranks=1):
         if off_policy(script):
             command += ["--start-steps", "1000", "--num-test-episodes", "1"]
             command += ["--batch-size", str(args.batch_size)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        if subprocess.run(command, stdout=subprocess.DEVNULL).returncode:
+            raise UsageError(f"{script}.py failed")  # and has said why
         table = pd.read_csv(Path(data_dir, "speed", "speed_s0", "progress.txt"), sep="\t")
     steps, seconds = (table[key].iloc[-1] - table[key][0] for key in ("TotalEnvInteracts", "Time"))
     return steps / seconds
@@ -118,6 +119,8 @@ def measure(args):
     """Measure what one command line asks for, pair by pair: {column of HEADER: value}."""
     if len(args.scripts) != (2 if args.what == "pair" else 1):
         raise UsageError("pair takes two scripts, and ranks, sb3 and sbx take one")
+    if args.epochs == 1:
+        raise UsageError("--epochs must be at least 2: the first one warms up")
     for script in args.scripts:
         if not (ROOT / "algos" / f"{script}.py").exists():
             raise UsageError(f"there is no script algos/{script}.py")

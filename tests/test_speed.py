@@ -57,5 +57,15 @@ def test_a_peer_that_cannot_be_imported_is_one_line(tmp_path):
     assert result.returncode == 2 and "Traceback" not in result.stderr
     line = f"speed.py: error: sbx does not run in {sys.executable}: ValueError: wants tf_keras"
     assert result.stderr.strip().splitlines()[-1] == line
-    result = run(SPEED, "pair", "nosuch", "ppo_torch", *TINY, check=False)
-    assert result.returncode == 2 and "there is no script algos/nosuch.py" in result.stderr
+
+
+def test_bad_input_is_one_line():
+    cases = [
+        (["pair", "nosuch", "ppo_torch", *TINY], "there is no script algos/nosuch.py"),
+        (["ranks", "ppo_torch", "--epochs", 1], "--epochs must be at least 2: the first one warms"),
+        (["ranks", "ppo_torch", "--env-id", "Nope-v0"], "ppo_torch.py failed"),
+    ]
+    for words, message in cases:
+        result = run(SPEED, *words, check=False)
+        assert result.returncode == 2 and "Traceback" not in result.stderr
+        assert result.stderr.splitlines()[-1].startswith(f"speed.py: error: {message}")
