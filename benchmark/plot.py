@@ -187,11 +187,12 @@ def get_all_datasets(all_logdirs, legend=(), select=(), exclude=()):
             datasets.setdefault(os.path.realpath(frame.attrs["run_dir"]), frame)
     firsts = {}  # a copy of a run, or the same seed run again, is no other sample
     for frame in datasets.values():
-        numbers = frame.iloc[0].drop(["Unit", "Condition2", "Time"], errors="ignore").to_json()
+        # The first epoch tells: one of the two may have been interrupted later.
+        row = frame.iloc[0].drop(["Unit", "Condition2", "Time"], errors="ignore").to_json()
         run, seed = frame.attrs["run_dir"], frame.attrs["config"].get("seed")
-        first = firsts.setdefault((numbers, str(seed)), run)
+        first = firsts.setdefault((row, str(seed)), run)
         if first != run:
-            warn(f"{run} repeats {first}, seed and numbers, and counts as another seed")
+            warn(f"{run} has the seed and the first epoch of {first}, and counts as another run")
     return list(datasets.values())
 
 

@@ -98,7 +98,7 @@ def test_select_exclude_and_legend(tmp_path):
 
 
 def test_a_copy_of_a_run_is_named(tmp_path, capsys):
-    """It would count as another seed: the same numbers from the same seed, whatever they took."""
+    """It counts as another seed: the same numbers from the same seed, whatever time they took."""
     first = write_run(tmp_path, "ppo", 0, [1, 2])
     write_run(tmp_path, "ppo", 1, [1, 2])  # another seed; its returns may be the same
     write_run(tmp_path, "sac", 0, [1, 2])  # another experiment
@@ -109,7 +109,7 @@ def test_a_copy_of_a_run_is_named(tmp_path, capsys):
     (copy / "progress.txt").write_text(table.replace("\t2.5\n", "\t3.5\n"))  # Time
     assert len(plot.get_all_datasets([str(tmp_path)])) == 4
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"plot.py: {first} repeats {copy}, seed and numbers")
+    assert line.startswith(f"plot.py: {first} has the seed and the first epoch of {copy}, ")
     plot.get_all_datasets([str(first), str(first.parent / "ppo_s0")])  # one run, named twice
     assert not capsys.readouterr().err
 
