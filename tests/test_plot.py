@@ -149,9 +149,11 @@ def test_a_run_whose_episodes_never_end_is_explained(tmp_path, capsys):
     """Instead of an empty figure: the reason and the cure, beside a run that can be plotted too."""
     write_run(tmp_path, "never", 0, ["nan", "nan"])
     write_run(tmp_path, "some", 0, [1, 2])
+    write_run(tmp_path, "other", 0, [1], column="Loss")
     assert len(plot.make_plots([str(tmp_path)]).axes[0].lines) == 1
     said = capsys.readouterr().err
     assert "left out never: no episode finished within an epoch" in said and "plot CutEpRet" in said
+    assert f"left out {tmp_path}/other/other_s0: no column Performance of numbers\n" in said
     (curve,) = plot.make_plots([f"{tmp_path}/never"], value=("CutEpRet",)).axes[0].lines
     assert curve.get_ydata().tolist() == [-5, -5]
 
@@ -200,6 +202,14 @@ def test_one_panel_an_environment_with_its_curves(tmp_path):
         np.testing.assert_allclose(lines["x_ppo"].get_ydata(), np.arange(40) * 2 + 1)
         assert lines["x_ppo"].get_color() == lines["published PPO (torch)"].get_color()
         assert lines["published PPO (torch)"].get_xdata()[-1] == ax.get_xlim()[1] == 40_000
+        # The bands: a standard deviation of 0, 1, 2 for ours, the last ones for the published.
+        steps, mean, std = (x[0] for x in plot.reference_curve("ppo", "torch", ax.get_title())[1:])
+        corners = [collection.get_paths()[0].vertices.tolist() for collection in ax.collections]
+        for sign in (-1, 1):
+            assert [1000, pytest.approx(1 + sign * np.sqrt(2 / 3))] in corners[0]
+            assert [steps, pytest.approx(mean + sign * std)] in corners[2]
+        ticks = [ax.xaxis.get_major_formatter()(x) for x in (500, 1000, 2500, 1_500_000)]
+        assert ticks == ["500", "1k", "2.5k", "1.5M"]
     assert "-v3 tasks" in figure.get_supxlabel()
     colors = [{line.get_label(): line.get_color() for line in ax.lines} for ax in figure.axes]
     assert colors[0] == colors[1]
