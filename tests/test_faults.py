@@ -478,6 +478,7 @@ def test_two_processes_on_one_directory(tmp_path, script):
     epochs = saved_epochs(directory)[-1] + 1
     assert train(script, data_dir=str(tmp_path), exp_name="run", resume=True, epochs=epochs)
     assert len(progress(directory)) == epochs
+    assert (directory / ".lock").read_text().startswith(f"process {os.getpid()} on")
 
 
 # Surroundings -------------------------------------------------------------------------------------

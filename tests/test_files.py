@@ -485,6 +485,17 @@ def test_a_pickle_is_never_loaded(run_on_disk, tmp_path, planted, name, word):
             resume(tmp_path)
 
 
+STATES = [[], {"epoch": 2}, {"status": "done", "epoch": 2}, {"status": "failed", "epoch": 2.5}]
+
+
+@pytest.mark.parametrize("state", STATES, ids=str)
+def test_a_status_that_is_none(run_on_disk, tmp_path, state, capsys):
+    """The checkpoints say where the run stands."""
+    (copy(run_on_disk, tmp_path) / "status.json").write_text(json.dumps(state))
+    assert resume(tmp_path)[1] == 2
+    assert re.search("status.json is damaged: .*; going by the check", capsys.readouterr().out)
+
+
 def test_pickles_for_the_programs(run_on_disk, tmp_path, planted, capsys):
     """Every file of a run is a pickle, and so are a sweep and a script: a line each."""
     target = copy(run_on_disk, tmp_path)
