@@ -211,7 +211,7 @@ LIMITS = {
     "common/ files": 8,
     "benchmark/ lines": 1729,
     "exercises/ lines": 312,
-    "tests/ lines": 5004,
+    "tests/ lines": 5006,
     "names from common/": 10,
     "tf1 longer than torch": 13,
 }
