@@ -195,7 +195,7 @@ def test_a_run_that_differs_is_told(tmp_path, capsys):
     assert "cpu in runs.csv: B; here: C" in capsys.readouterr().out
     with pytest.raises(ValueError, match="nothing to compare: a point of curves"):
         report.compare(results.runs.iloc[0], again.assign(AverageEpRet=np.nan), results)
-    with pytest.raises(ValueError, match="runs.csv has no plain run of ppo_torch Hopper-v4 7"):
+    with pytest.raises(ValueError, match="no plain run of ppo_torch Hopper-v4 7"):
         report.verify(["ppo_torch", "Hopper-v4", "7"], "plain", 1, results)
 
 
