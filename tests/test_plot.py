@@ -202,7 +202,7 @@ def test_one_panel_an_environment_with_its_curves(tmp_path):
         np.testing.assert_allclose(lines["x_ppo"].get_ydata(), np.arange(40) * 2 + 1)
         assert lines["x_ppo"].get_color() == lines["published PPO (torch)"].get_color()
         assert lines["published PPO (torch)"].get_xdata()[-1] == ax.get_xlim()[1] == 40_000
-        # The bands: a standard deviation of 0, 1, 2 for ours, the last ones for the published.
+        # The bands reach one standard deviation to either side; ours is that of 0, 1 and 2.
         steps, mean, std = (x[0] for x in plot.reference_curve("ppo", "torch", ax.get_title())[1:])
         corners = [collection.get_paths()[0].vertices.tolist() for collection in ax.collections]
         for sign in (-1, 1):
