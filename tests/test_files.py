@@ -489,7 +489,7 @@ STATES = [[], {"epoch": 2}, {"status": "done", "epoch": 2}, {"status": "failed",
 
 
 @pytest.mark.parametrize("state", STATES, ids=str)
-def test_a_status_that_is_none(run_on_disk, tmp_path, state, capsys):
+def test_a_status_without_its_values(run_on_disk, tmp_path, state, capsys):
     """The checkpoints say where the run stands."""
     (copy(run_on_disk, tmp_path) / "status.json").write_text(json.dumps(state))
     assert resume(tmp_path)[1] == 2
