@@ -47,7 +47,7 @@ ALGOS = [algo for family in FAMILIES.values() for algo in family]
 FRAMEWORKS = {"torch": "PyTorch", "tf1": "TensorFlow 1"}
 # What is shown, as (framework, settings); of off-policy scripts, the first two.
 KINDS = {"PyTorch": ("torch", "plain"), "TensorFlow 1": ("tf1", "plain")}
-KINDS |= {"normalised": ("torch", "normalised"), "strong": ("torch", "strong")}
+KINDS |= {"normalized": ("torch", "normalized"), "strong": ("torch", "strong")}
 TYPES = dict.fromkeys(("commit", "cpu", "arguments", "versions"), str)  # 12e4567 is no number
 # Runs of PPO that compare versions: a title, the suffix of the task, the settings.
 MUJOCO = "3.2.7"  # of the tables
@@ -61,7 +61,7 @@ PLAIN = {"on-policy": {"hidden_sizes": [64, 32]}, "off-policy": {}}
 OWN = [*flags.RESERVED, "save_freq", "snapshots", "seed", "env_id"]
 # Colours that are legible on white and on GitHub's dark background.
 COLORS = {"PyTorch": "#e8590c", "TensorFlow 1": "#1c7ed6", "published": "#868e96"}
-COLORS |= {"normalised": "#ae3ec9", "strong": "#2f9e44"}
+COLORS |= {"normalized": "#ae3ec9", "strong": "#2f9e44"}
 INK = "#7a7f87"
 DASHES = {"torch": (0, (4, 1.5)), "tf1": (0, (1, 1))}  # of the published curves
 
@@ -88,13 +88,13 @@ def arguments(config, usual, *others):
 
 
 def settings_of(config):
-    """A run's settings: "plain", "normalised", or the flags that differ from the published ones.
+    """A run's settings: "plain", "normalized", or the flags that differ from the published ones.
 
     Those of sweeps/strong_*.toml are "strong". Another MuJoCo than that of the tables is named.
     """
     words = arguments(config, PLAIN[family_of(config["script"])], "epochs", "device", "compile")
     words += f" --num-cpu {config.get('ranks', 1)}" * (config.get("ranks", 1) > 1)
-    words = {"": "plain", "--norm-obs --norm-rew": "normalised"}.get(words, words.strip())
+    words = {"": "plain", "--norm-obs --norm-rew": "normalized"}.get(words, words.strip())
     if str(config.get("exp_name")).startswith("strong_"):
         words = "strong"
     mujoco = (config.get("versions") or {}).get("mujoco", MUJOCO)

@@ -47,11 +47,11 @@ def test_collect_takes_runs_in_and_replaces_them(tmp_path):
     columns = ["run", "settings", "cpu", "seed", "ranks", "steps", "arguments"]
     assert runs.commit.tolist() == ["12e4567890"] * 3
     assert runs[columns].to_numpy().tolist() == [
-        [runs.run[0], "normalised", "B", 1, 1, 8000, "--hidden-sizes 64 32 --norm-obs --norm-rew"],
+        [runs.run[0], "normalized", "B", 1, 1, 8000, "--hidden-sizes 64 32 --norm-obs --norm-rew"],
         [runs.run[1], "plain", "unknown", 0, 1, 12000, "--hidden-sizes 64 32 --epochs 7"],
         [runs.run[2], "--gamma 0.9 --num-cpu 2", "unknown", 2, 2, 4000, "--gamma 0.9"],
     ]
-    names = ["ppo_torch_Ant-v4_normalised_s1", "ppo_torch_Hopper-v4_s0"]
+    names = ["ppo_torch_Ant-v4_normalized_s1", "ppo_torch_Hopper-v4_s0"]
     assert runs.run.tolist() == [*names, "sac_tf1_Hopper-v4_gamma-0-9-num-cpu-2_s2"]
     assert runs.versions[0] == "numpy 2, threads 1" and runs.seconds.tolist() == [4, 6, 2]
     hopper = curves[curves.run == "ppo_torch_Hopper-v4_s0"]

@@ -111,7 +111,7 @@ def test_actions_are_in_the_space(tmp_path, distribution, dtype):
         assert space.contains(tp.act(policy, OBS * scale, rng)), scale
 
 
-def test_observations_are_normalised_as_in_training(tmp_path):
+def test_observations_are_normalized_as_in_training(tmp_path):
     """With --norm-obs, statistics of the observations are part of the policy."""
     mean, std = np.float32([1, -2, 0, 5]), np.float32([0.5, 2, 1e-6, 1])
     saved = arrays([4, 8, 3], "gaussian", act_low=LOW * 99, act_high=HIGH * 99)
