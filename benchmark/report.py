@@ -243,7 +243,7 @@ class Results:
             runs[mark] = [np.interp(mark, *self.curves[run], right=np.nan) for run in runs.run]
         self.groups = dict(list(runs.groupby(["script", "task", "settings"])))
         best = pd.read_csv(plot.REFERENCE.with_name("published_at_1m_steps.csv")).query(
-            "source != 'SpinningUp bench 2020'"
+            "source != 'SpinningUp bench 2020' and steps == 1_000_000"
         )
         best = best.assign(algo=best.algo.str.lower().str.split("/").str[0])
         self.best = best.assign(task=best.env.str.split("-v").str[0]).sort_values("mean")
@@ -281,8 +281,8 @@ class Results:
 
         pairs: (algorithm, task). Returns (scores, tasks, mark): a list of arrays [seeds] for each
         of `settings`, an array for each pair for which all have three seeds; these tasks; and the
-        last of MARKS for which there are any. 1 is the highest mean at 1M steps published for
-        a task by an algorithm of the family. None if there is nothing to compare.
+        last of MARKS for which there are any. 1 is the highest mean of several seeds at 1M steps
+        published for a task by an algorithm of the family. None if there is nothing to compare.
         """
         for mark in MARKS[::-1]:
             found = {}
@@ -291,7 +291,7 @@ class Results:
                 groups = [self.groups[key][mark].dropna() for key in keys if key in self.groups]
                 if len(groups) == len(keys) and min(map(len, groups)) >= 3:
                     best = self.best[self.best.algo.isin(FAMILIES[family_of(algo)])]
-                    best = best["mean"][best.task == task].max()
+                    best = best["mean"][(best.task == task) & (best.seeds != 1)].max()
                     found[algo, task] = [group.to_numpy() / best for group in groups]
             if found:
                 tasks = ", ".join(dict.fromkeys(task for _, task in found))
@@ -388,10 +388,12 @@ def returns(results, algos):
             theirs = FRAMEWORKS[plot.reference_curve(algo, framework, ENVS[0])[0]]
             texts = by_task(cells, f"{algo}_{framework}", column="more")
             rows.append([f"Spinning Up's {name}, {theirs}; our difference, {title}", *texts])
-        best = results.best[results.best.algo == algo].groupby("task").tail(1).set_index("task")
-        means = map(estimate, best["mean"], best.std_or_ci)
-        best["text"] = [f"{x.split()[0]}, " for x in means] + best.framework + ", " + best.env
-        rows.append([f"best {name} elsewhere, 1M", *best.text[ENVS]])
+        for title, single in ((f"best {name} elsewhere", False), (f"best single {name} run", True)):
+            best = results.best[(results.best.algo == algo) & ((results.best.seeds == 1) == single)]
+            best = best.groupby("task").tail(1).set_index("task")
+            means = map(estimate, best["mean"], best.std_or_ci)
+            best["text"] = [f"{x.split()[0]}, " for x in means] + best.framework + ", " + best.env
+            rows.append([f"{title}, 1M", *best.text.reindex(ENVS, fill_value="–")])
     return markdown(["", *ENVS], [row for row in rows if set(row[1:]) != {"–"}])
 
 
