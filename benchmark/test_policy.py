@@ -2,17 +2,19 @@
 
     python benchmark/test_policy.py data/ppo_torch_Hopper-v4/ppo_torch_Hopper-v4_s0
     python benchmark/test_policy.py RUN_DIR --deterministic --episodes 3 --video videos
+    python benchmark/test_policy.py benchmark/policies/sac_walker2d.npz --render
 
 The same from Python:
 
     from benchmark.test_policy import load_env, load_policy
 
-    env, get_action = load_env(run_dir), load_policy(run_dir, itr="best", deterministic=True)
+    env, get_action = load_env(run), load_policy(run, deterministic=True)
     o, _ = env.reset(seed=0)
     o, r, terminated, truncated, _ = env.step(get_action(o))
 
-The environment is made as config.json says. The policy is policy.npz, or one that `--snapshots`
-kept; NumPy is enough to act with it, so neither torch nor tensorflow is imported. Its arrays:
+A run is its directory, with policy.npz and those that `--snapshots` kept, or one such file. The
+environment is made as config.json says, or as the file does, which has what is needed of it. NumPy
+is enough to act, so neither torch nor tensorflow is imported. The arrays of a policy:
 
     weight_0 [in, out], bias_0 [out], weight_1, ...   the layers, float32: x @ W + b
     obs_mean, obs_std [in]  with --norm-obs: the input is clip((o - obs_mean) / obs_std, -10, 10)
@@ -25,10 +27,12 @@ kept; NumPy is enough to act with it, so neither torch nor tensorflow is importe
         "squashed_gaussian" mean and log standard deviation; tanh of a sample, scaled to the bounds
     act_low, act_high       the bounds of Box actions, in the space's shape and dtype
     epoch                   number of epochs it was trained for
+    config                  JSON: env_id, env_kwargs, max_ep_len and script
 """
 
 import contextlib
 import dataclasses
+import json
 import os
 import sys
 import warnings
@@ -53,7 +57,7 @@ KINDS |= {"distribution": ("categorical", "gaussian", "deterministic", "squashed
 
 @dataclasses.dataclass
 class Args:
-    run_dir: Positional[Path]  # directory of a run
+    run: Positional[Path]  # directory of a run, or a policy's file
     episodes: Annotated[PosInt, arg(aliases=["-n"])] = 10  # number of episodes
     deterministic: Annotated[bool, arg(aliases=["-d"])] = False  # the mean or mode, not a sample
     # Maximum steps per episode; -1: the run's max_ep_len; 0: the environment's limit alone.
@@ -139,24 +143,28 @@ def act(policy, o, rng, deterministic=False):
     return a.reshape(low.shape).astype(low.dtype).clip(low, high)
 
 
-def find_policy(run_dir, itr="last"):
-    """The policy of a run: the last, the best by return, or that of an epoch.
+def find_policy(run, itr="last"):
+    """The policy of a run: the last, the best by return, or that of an epoch; or a file's.
 
     Raises UsageError if there is none, naming those there are.
     """
+    if Path(run).is_file():
+        if itr not in ("last", -1):
+            raise UsageError(f"--itr is for directories of runs; {run} is one policy")
+        return read_policy(run)
     name = "policy.npz" if itr in ("last", -1) else f"policy_{itr}.npz"  # -1: Spinning Up's word
-    there = sorted(path.name for path in Path(run_dir).glob("policy*.npz"))
+    there = sorted(path.name for path in Path(run).glob("policy*.npz"))
     if name not in there:
-        text = f"there is no {name} in {run_dir}, only {', '.join(there) or 'no policy at all'}"
+        text = f"there is no {name} in {run}, only {', '.join(there) or 'no policy at all'}"
         raise UsageError(f"{text} (a run with --snapshots keeps more)")
-    return read_policy(Path(run_dir, name))
+    return read_policy(Path(run, name))
 
 
-def load_policy(run_dir, itr="last", deterministic=False, seed=0):
+def load_policy(run, itr="last", deterministic=False, seed=0):
     """A function from observation [obs_dim] to action: what the run's policy does.
 
     Args:
-        run_dir: directory of a run.
+        run: directory of a run, or a policy's file.
         itr: "last", "best" or an epoch; the latter two need a run with `--snapshots`.
         deterministic: the likeliest action, or the mean one, instead of a sample.
         seed: of the samples.
@@ -164,33 +172,43 @@ def load_policy(run_dir, itr="last", deterministic=False, seed=0):
     Raises:
         UsageError: there is no such policy.
     """
-    policy, rng = find_policy(run_dir, itr), np.random.default_rng(seed)
+    policy, rng = find_policy(run, itr), np.random.default_rng(seed)
     return lambda o: act(policy, o, rng, deterministic)
 
 
 # ------------------------------------------------------------------------------------- environment
 
 
-def read_config(run_dir):
-    """config.json of a run; UsageError if this is no run directory."""
-    path = Path(run_dir, "config.json")
+def read_config(run):
+    """What a run's config.json, or a policy's file, says of the environment.
+
+    Raises UsageError if this is neither, or a file that does not name its environment.
+    """
     try:
-        return {"env_kwargs": {}, "max_ep_len": 0, "script": None, **read_json(path)}
-    except (OSError, ValueError) as e:
-        raise UsageError(f"{run_dir} is not the directory of a run: {e}") from e
+        if Path(run).is_file():
+            config = json.loads(str(read_policy(run)["config"]))
+        else:
+            config = read_json(Path(run, "config.json"))
+        usual = {"env_kwargs": {}, "max_ep_len": 0, "script": None}
+        return {**usual, **config, "env_id": config["env_id"]}
+    except KeyError as e:
+        text = f"{run} does not name its environment"
+        raise UsageError(f"{text}: give the directory of its run, which has a config.json") from e
+    except (OSError, ValueError, TypeError) as e:
+        raise UsageError(f"{run} is not the directory of a run: {e}") from e
 
 
-def load_env(run_dir, render_mode=None):
+def load_env(run, render_mode=None):
     """The environment of a run, as its script made it: vector observations, actions from 0.
 
     Args:
-        run_dir: directory of a run.
+        run: directory of a run, or a policy's file.
         render_mode: "human" for a window, "rgb_array" for pictures.
 
     Raises:
         UsageError: it cannot be made or, given a render mode, cannot be drawn.
     """
-    config = read_config(run_dir)
+    config = read_config(run)
     displays = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if render_mode and sys.platform == "linux" and not displays:
         if render_mode == "human":
@@ -202,21 +220,42 @@ def load_env(run_dir, render_mode=None):
 
     gym.logger.min_level = gym.logger.ERROR  # hide that there are newer versions
     spaces = gym.spaces.Box, gym.spaces.Discrete
-    mode = {"render_mode": render_mode} if render_mode else {}
-    try:
-        env = make_env(config["env_id"], {**config["env_kwargs"], **mode}, spaces)
-        if render_mode:
+    env = make_env(config["env_id"], config["env_kwargs"], spaces)
+    if render_mode:
+        if render_mode not in (env.metadata.get("render_modes") or ()):
+            raise UsageError(f"{config['env_id']} cannot be drawn: no render mode {render_mode!r}")
+        env.close()
+        try:
+            more = {**config["env_kwargs"], "render_mode": render_mode}
+            env = make_env(config["env_id"], more, spaces)
+            follow(env, config["env_kwargs"])
             with warnings.catch_warnings(action="ignore"):
                 env.reset(seed=0)
                 env.render()
-    except Exception as e:  # of any kind: config.json may ask for anything
-        advice = f" ({ADVICE})" if render_mode else ""
-        raise UsageError(f"{type(e).__name__}: {printable(e)}{advice}") from e
+        except Exception as e:  # of any kind: a driver may raise anything
+            raise UsageError(f"{type(e).__name__}: {printable(e)} ({ADVICE})") from e
     start = int(getattr(env.action_space, "start", 0))
     if start:
         space = gym.spaces.Discrete(env.action_space.n)
         env = gym.wrappers.TransformAction(env, lambda a: a + start, space)
     return env
+
+
+def follow(env, env_kwargs):
+    """Have a MuJoCo robot filmed by its camera `track`, if it has one and no camera is asked for.
+
+    Gymnasium films it with a camera that stays where it is, and the robot walks out of the picture.
+    """
+    renderer = getattr(env.unwrapped, "mujoco_renderer", None)
+    if renderer and not any("camera" in name for name in env_kwargs):
+        import mujoco
+
+        kind = mujoco.mjtObj.mjOBJ_CAMERA
+        camera = mujoco.mj_name2id(env.unwrapped.model, kind, "track")
+        if camera >= 0:
+            renderer.camera_id = camera  # of pictures; a window has the other
+            fixed = mujoco.mjtCamera.mjCAMERA_FIXED
+            renderer.default_cam_config = {"type": fixed, "fixedcamid": camera}
 
 
 def run_policy(env, get_action, max_ep_len=0, num_episodes=100, seed=0):
@@ -243,9 +282,9 @@ def main(argv=None):
         args = parse_args(Args, argv)
         if args.render and (args.video or args.norender):
             raise UsageError("--render excludes --video and --norender")
-        config, policy = read_config(args.run_dir), find_policy(args.run_dir, args.itr)
-        get_action = load_policy(args.run_dir, args.itr, args.deterministic, args.seed)
-        env = load_env(args.run_dir, "human" if args.render else args.video and "rgb_array")
+        policy, config = find_policy(args.run, args.itr), read_config(args.run)
+        get_action = load_policy(args.run, args.itr, args.deterministic, args.seed)
+        env = load_env(args.run, "human" if args.render else args.video and "rgb_array")
         n, wanted = env.observation_space.shape[0], len(policy["layers"][0][0])
         if n != wanted:
             raise UsageError(f"the policy takes {wanted} numbers, the environment observes {n}")
@@ -253,7 +292,7 @@ def main(argv=None):
             from gymnasium.wrappers import RecordVideo
 
             how = {"episode_trigger": lambda _: True, "disable_logger": True}
-            env = RecordVideo(env, args.video, name_prefix=args.run_dir.resolve().name, **how)
+            env = RecordVideo(env, args.video, name_prefix=args.run.resolve().stem, **how)
     except (OSError, UsageError) as e:
         print(f"test_policy.py: error: {printable(e, 1000)}", file=sys.stderr)
         sys.exit(2)

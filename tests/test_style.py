@@ -209,9 +209,9 @@ LIMITS = {
     "common/ lines": 1152,
     "common/ tokens": 11594,
     "common/ files": 8,
-    "benchmark/ lines": 1729,
+    "benchmark/ lines": 1757,
     "exercises/ lines": 312,
-    "tests/ lines": 5006,
+    "tests/ lines": 5028,
     "names from common/": 10,
     "tf1 longer than torch": 13,
 }

@@ -154,6 +154,12 @@ def test_the_saved_configuration(tmp_path, capsys):
     assert texts[0] == texts[1] != texts[2]
     assert texts[0].count("length    30") == 2
     assert printed("-n", "1", "--len", "0").count("length   200") == 1
+    # A file that names its environment is enough.
+    config = json.dumps({"env_id": "Pendulum-v1", "script": "x.py", **config})
+    saved = dict(np.load(run / "policy.npz"))
+    run = tmp_path / "pendulum.npz"
+    np.savez(run, **saved, config=config)
+    assert printed("-n", "2", "-d") == texts[0]
 
 
 def test_earlier_saves_by_epoch_and_the_best(tmp_path, capsys):
@@ -203,8 +209,8 @@ HOPPER = {"act_low": -np.ones(3, np.float32), "act_high": np.ones(3, np.float32)
 HOPPER = arrays([11, 3], "gaussian", log_std=np.zeros(3, np.float32), **HOPPER)
 
 
-def test_video(tmp_path):
-    """Hopper, drawn without a display, if this machine can."""
+def test_video(tmp_path, monkeypatch):
+    """Hopper, drawn without a display, if this machine can, by a camera that goes along."""
     run = write_run(tmp_path / "hopper_s0", HOPPER, "Hopper-v4", max_ep_len=10)
     done = command_line(run, "-n", 2, "--video", tmp_path / "videos")
     if done.returncode == 2:
@@ -217,6 +223,16 @@ def test_video(tmp_path):
 
     with VideoFileClip(str(videos[0])) as clip:
         assert clip.n_frames >= 5 and clip.get_frame(0).std() > 10  # a picture, not a blank
+    monkeypatch.delenv("DISPLAY", raising=False)
+    env = tp.load_env(run, "rgb_array")
+    robots = []
+    for x in (0, 10):  # far to the right, it is in the middle of the picture still
+        env.reset(seed=0)
+        env.unwrapped.data.qpos[0] = x
+        env.step(np.zeros(3, np.float32))
+        red, green, _ = np.moveaxis(env.render().astype(int), 2, 0)
+        robots.append(np.mean(np.nonzero(red > green + 50)[1]))
+    assert robots[0] == pytest.approx(robots[1], abs=5)
 
 
 def test_rendering_that_cannot_work_says_what_to_install(tmp_path):
@@ -253,10 +269,16 @@ def test_files_that_hold_no_policy(tmp_path, change, word):
         load(tmp_path, {k: v for k, v in {**policy, **change}.items() if v is not None})
 
 
+class Blind(gym.Env):
+    """An environment that nobody can look at."""
+
+    observation_space, action_space = gym.spaces.Box(-1, 1, (4,)), gym.spaces.Discrete(2)
+
+
 @pytest.mark.parametrize(
     ("args", "word"),
     [
-        ([], "error: missing run-dir"),
+        ([], "error: missing run"),
         (["unknown"], "NoSuchEnv"),
         (["broken"], "config.json"),
         (["nothing"], "no policy at all"),
@@ -265,6 +287,9 @@ def test_files_that_hold_no_policy(tmp_path, change, word):
         (["run", "--itr", "first"], "--itr: "),
         (["run", "-i", "3"], "only policy.npz"),
         (["other"], "the policy takes 4 numbers, the environment observes 3"),
+        (["run/policy.npz"], "does not name its environment: give the directory of its run"),
+        (["run/policy.npz", "-i", "3"], "--itr is for directories"),
+        (["blind", "--video", "x"], "error: Blind-v0 cannot be drawn: no render mode 'rgb_array'"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, word):
@@ -274,6 +299,8 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, word):
     for name in ("run", "unknown", "broken", "nothing"):
         write_run(Path(name), good, "NoSuchEnv-v0" if name == "unknown" else "CartPole-v1")
     write_run(Path("other"), good, "Pendulum-v1")
+    write_run(Path("blind"), good, "Blind-v0")
+    monkeypatch.setitem(gym.registry, "Blind-v0", gym.envs.registration.EnvSpec("Blind-v0", Blind))
     Path("broken/config.json").write_text("{")
     Path("nothing/policy.npz").unlink()
     with pytest.raises(SystemExit) as stopped:
