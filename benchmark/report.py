@@ -17,6 +17,7 @@ is a key of `tables` in `make`. Returns are smoothed as the published curves are
 itself, over 11 epochs of 4000 steps, centred.
 """
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -35,7 +36,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
-from benchmark import flags, plot
+from benchmark import flags, plot, test_policy
 from common.args import PosInt, parse_args
 from common.files import printable, read_status
 
@@ -126,6 +127,17 @@ def read_run(frame):
     return {"run": run, **row}, table
 
 
+def without_noise(run, seed, episodes=10):
+    """The mean return of a run's final policy without noise; NaN if policy.npz is not there."""
+    if not (run / "policy.npz").exists():
+        return np.nan
+    get_action = test_policy.load_policy(run, deterministic=True)
+    how = test_policy.read_config(run)["max_ep_len"], episodes, seed
+    quiet = contextlib.redirect_stdout(io.StringIO())  # not a line for each episode
+    with contextlib.closing(test_policy.load_env(run)) as env, quiet:
+        return np.mean(test_policy.run_policy(env, get_action, *how)[0])
+
+
 def thin(table, k):
     """The means of k rows each, at the steps of the last of them; those without a return go."""
     table = table.groupby(np.arange(len(table)) // k)
@@ -143,7 +155,8 @@ def collect(logdirs, results=RESULTS):
     for frame in plot.get_all_datasets(logdirs):
         if frame.attrs["algo"]:
             row, table = read_run(frame)
-            runs[row["run"]] = row
+            noiseless = without_noise(Path(frame.attrs["run_dir"]), row["seed"])
+            runs[row["run"]] = {**row, "without_noise": noiseless}
             curves[row["run"]] = thin(table, -(-len(table) // MAX_ROWS)).assign(run=row["run"])
         else:
             plot.warn(f"left out {frame.attrs['run_dir']}: not a run of one of the twelve scripts")
@@ -254,7 +267,7 @@ class Results:
 
         Columns: script, task, settings, mark, n; of plain settings, also the difference from the
         published mean, the half width of its 95 % interval (NaN for a single seed), and the
-        published standard deviation; ours and more: these in words.
+        published standard deviation; ours and more: these in words; and without_noise, in words.
         """
         rows = []
         for (script, task, settings), runs in self.groups.items():
@@ -265,6 +278,7 @@ class Results:
                 ours = values.mean(), values.std(), len(values)
                 late = "" if mark == MARKS[-1] else f" at {plot.step_label(mark)}"
                 row = {"script": script, "task": task, "settings": settings, "n": len(values)}
+                row |= {"more": None, "without_noise": None}
                 known = task in ENVS and settings == "plain"  # published for -v3, close to -v4
                 if known and (band := reference(script, task, mark)):
                     x, width = welch(ours, band)
@@ -272,7 +286,9 @@ class Results:
                     row |= {"difference": x, "half": width, "std": band[1]}
                     more = f"{estimate(x, width, '+', band[1])}{note}{late}"
                     row["more"] = f"{estimate(*interval(*band))}, {more}"
-                row["ours"] = f"{estimate(*interval(*ours))} ({len(values)}){note}{late}"
+                row["ours"] = f"{with_interval(values)}{note}{late}"
+                if mark == reached[-1] and len(noiseless := runs.without_noise.dropna()):
+                    row["without_noise"] = with_interval(noiseless)
                 rows.append(row)
         return pd.DataFrame(rows)
 
@@ -367,6 +383,11 @@ def estimate(value, half, sign="", std=None):
     return text if np.isnan(half) else f"{text} ± {round(half, place):.0f}"
 
 
+def with_interval(values):
+    """1300 ± 210 (5): the mean of a series, its 95 % interval, and how many there are."""
+    return f"{estimate(*interval(values.mean(), values.std(), len(values)))} ({len(values)})"
+
+
 def arrow(difference, half):
     """The mark of a difference whose interval excludes 0: " ↑" or " ↓", else ""."""
     return "" if not abs(difference) > half else " ↑" if difference > 0 else " ↓"
@@ -383,7 +404,9 @@ def returns(results, algos):
     for algo in algos:
         name = algo.upper()
         for kind, (framework, settings) in KINDS.items():
-            rows.append([f"**{name}, {kind}**", *by_task(cells, f"{algo}_{framework}", settings)])
+            key = f"{algo}_{framework}", settings
+            rows.append([f"**{name}, {kind}**", *by_task(cells, *key)])
+            rows.append([f"{name}, {kind}, without noise", *by_task(cells, *key, "without_noise")])
         for framework, title in FRAMEWORKS.items():
             theirs = FRAMEWORKS[plot.reference_curve(algo, framework, ENVS[0])[0]]
             texts = by_task(cells, f"{algo}_{framework}", column="more")

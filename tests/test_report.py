@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 
+import gymnasium as gym
 import numpy as np
 import pandas as pd
 import pytest
@@ -69,6 +70,26 @@ def test_collect_takes_runs_in_and_replaces_them(tmp_path):
     assert curves[curves.run == "ppo_torch_Hopper-v4_s0"]["return"].tolist() == [8, 9, 10, 11]
     with pytest.raises(ValueError, match="starts with it"):
         report.collect([str(tmp_path / "nothing")], results)
+
+
+def test_final_policies_act_without_noise(tmp_path):
+    """Ten episodes with the mean action, against Gymnasium; a column, and a row of the table."""
+    write_run(tmp_path, 3, [100.0] * 250, max_ep_len=1000)
+    mean, one = np.float32([0.9, -0.4, 0.1]), np.ones(3, "f")
+    policy = {"weight_0": np.zeros((11, 3), "f"), "bias_0": mean, "log_std": one, "act_low": -one}
+    policy |= {"act_high": one, "activation": "tanh", "distribution": "gaussian", "epoch": 250}
+    np.savez(tmp_path / "ppo_torch.py_Hopper-v4" / "s3" / "policy.npz", **policy)
+    report.collect([str(tmp_path)], tmp_path)
+    env, rewards = gym.make("Hopper-v4"), []
+    for i in range(10):
+        env.reset(seed=None if i else 3)
+        terminated = False
+        while not terminated:
+            _, r, terminated, *_ = env.step(mean)
+            rewards.append(r)
+    assert read(tmp_path)[0].without_noise.tolist() == pytest.approx([sum(rewards) / 10])
+    row = f"| PPO, PyTorch, without noise | – | {sum(rewards) / 10:.0f} (1) | – | – | – |"
+    assert row in report.returns(report.Results(tmp_path), ["ppo"])
 
 
 def test_long_runs_are_thinned_to_means(tmp_path):
