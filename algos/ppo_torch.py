@@ -16,6 +16,9 @@ arXiv:1506.02438, eq. 16), and V regresses on the discounted rewards to go:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
 
+With --td-lambda, V regresses on A_t + V(s_t) instead: the lambda-return (Sutton and Barto 2018,
+sec. 12.1), which trusts the rewards k steps ahead less and less, and V in their place.
+
 Diff me against vpg_torch.py: the ratio, its clip, and many policy steps instead of one.
 Diff me against ppo_tf1.py: the same algorithm as a TensorFlow 1 graph.
 """
@@ -75,6 +78,7 @@ class Args:
     train_pi_iters: NonNegInt = 80  # maximum number of policy steps per epoch
     train_v_iters: NonNegInt = 80  # value function steps per epoch
     lam: Unit = 0.97  # lambda of GAE
+    td_lambda: bool = False  # fit V to lambda-returns, not to rewards to go: targets of less noise
     target_kl: PosFloat = 0.01  # policy steps end at 1.5 times this KL divergence
 
 
@@ -325,6 +329,7 @@ def train(args):
         rew = env.normalize_rewards(rew)
         val, last_val = np.split(values(np.concatenate([obs, obs2])), [len(obs)])
         adv, ret = gae(rew, val, last, np.where(terminated, 0, last_val), args.gamma, args.lam)
+        ret = adv + val if args.td_lambda else ret
         mean, std = mpi.statistics(adv)
         adv, ret = np.float32((adv - mean) / (std + 1e-8)), np.float32(ret)
         obs, act, adv, ret = (torch.as_tensor(x, device=device) for x in (obs, act, adv, ret))

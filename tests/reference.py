@@ -218,6 +218,7 @@ def on_policy(algo, args, workers):
         for t in reversed(range(len(rew) - 1)):
             adv[t] += args.gamma * args.lam * adv[t + 1] * ~cut[t]
             ret[t] += args.gamma * ret[t + 1] * ~cut[t]
+        ret = adv + val if getattr(args, "td_lambda", False) else ret
         stats["VVals"] = val
         adv, ret, a = tensor((adv - adv.mean()) / (adv.std() + 1e-8)), tensor(ret), tensor(actions)
         with torch.no_grad():

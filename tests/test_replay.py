@@ -39,7 +39,7 @@ OFF |= {"batch_size": 16, "replay_size": 50, "polyak": 0.8, "num_test_episodes":
 OFF |= {"pi_lr": 2e-3, "q_lr": 4e-3, "lr": 3e-3, "act_noise": 0.3, "target_noise": 1.0}
 OFF |= {"noise_clip": 0.8, "policy_delay": 3}
 ONE_RANK = {"hidden_sizes": (8, 6), "activation": "tanh", "minibatch_size": 20, "alpha": 0.3}
-ONE_RANK |= {"anneal_lr": True}
+ONE_RANK |= {"anneal_lr": True, "td_lambda": True}
 TWO_RANKS = {"hidden_sizes": (7,), "activation": "relu", "norm_obs": True, "norm_rew": True}
 TWO_RANKS |= {"alpha": "auto"}
 
