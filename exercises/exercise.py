@@ -6,6 +6,7 @@
     python exercises/exercise.py check gae --train train it on a small task after that
     python exercises/exercise.py check gae --hint  a hint; the next time, a second one
     python exercises/exercise.py curve bug-truncation  train original and yours, draw both
+    python exercises/exercise.py probe my_project/ppo_torch.py  run any script on tiny tasks
 
 README.md beside this file has the course. The exercises are made from the scripts in algos/ when
 they are started: exercises.toml says which functions are taken out, and tests/bugs.toml which lines
@@ -23,11 +24,11 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import psutil
+from pydantic.dataclasses import dataclass
 from tyro.conf import Positional
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,13 +39,20 @@ from common.files import write_atomically
 
 MINE = ROOT / "my_exercises"
 ALGORITHMS = ["vpg", "ppo", "trpo", "ddpg", "td3", "sac"]  # the order of the course
+ON_POLICY = ("vpg", "ppo", "trpo")
 TO_DO = "your code goes here"
+# What every answer has to pass after its own tests: no other part of the script may have changed.
+WHOLE = [
+    "tests/test_actors.py::test_numpy_acts_as_the_framework[{}]",
+    "tests/test_actors.py::test_to_env[{}]",
+    "tests/test_replay.py::test_one_rank[{}-False]",
+]
 
 
 @dataclass
 class Args:
-    command: Positional[Literal["list", "start", "check", "curve"]] = "list"  # what to do
-    name: Positional[str] = ""  # an exercise
+    command: Positional[Literal["list", "start", "check", "curve", "probe"]] = "list"  # what to do
+    name: Positional[str] = ""  # an exercise; probe: a script
     hint: bool = False  # check: give a hint in place of running the tests
     train: bool = False  # check: after the tests, train on a small task
     limit: PosInt = 120  # check: seconds after which the tests are stopped
@@ -67,6 +75,8 @@ def exercises():
             more = {"name": bug["exercise"], "script": script, "tests": [bug["test"]]}
             more |= {"hints": [bug["seen"], bug["hint"]], "minutes": 20}
             found.append({**bug, **more, "about": "find what is wrong"})
+    for e in found:
+        e["tests"] += [x for test in WHOLE if (x := test.format(e["script"])) not in e["tests"]]
     found.sort(key=lambda e: (ALGORITHMS.index(e["script"].split("_")[0]), "old" in e))
     return {e["name"]: e for e in found}
 
@@ -110,7 +120,7 @@ def judge(exercise, text, tests=None, limit=120):
     Returns None if it is right, and otherwise why not, in a few lines.
     """
     try:
-        ast.parse(text)
+        compile(text, exercise["name"], "exec")
     except SyntaxError as e:
         return f"Line {e.lineno} is no Python: {e.msg}."
     if TO_DO in text:
@@ -122,7 +132,7 @@ def judge(exercise, text, tests=None, limit=120):
             shutil.copytree(ROOT / part, copy / part, ignore=left_out)
         shutil.copy(ROOT / "pyproject.toml", copy)
         (copy / "algos" / "original.py").write_text(original(exercise))
-        (copy / "algos" / f"{exercise['script']}.py").write_text(text)
+        (copy / "algos" / f"{exercise['script']}.py").write_text(text, "utf-8")
         note = [exercise["script"], exercise.get("function", ""), str(report)]
         env = {**os.environ, "PYTHONPATH": "exercises", "EXERCISE": json.dumps(note)}
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-m", "", "--tb=no"]
@@ -173,37 +183,56 @@ def solution(name):
     return MINE / f"{name}.py"
 
 
+def read(name):
+    """The text of the learner's file; an error if it is not UTF-8, with or without a BOM."""
+    try:
+        return solution(name).read_text("utf-8-sig")
+    except UnicodeDecodeError as e:
+        line = e.object[: e.start].count(b"\n") + 1
+        path = shown(solution(name))
+        raise UsageError(f"line {line} of {path} is not UTF-8; save the file as UTF-8") from None
+
+
 def state(name):
     """Whether an exercise is "done", as its file is now, "started", or ""."""
     if not solution(name).exists():
         return ""
-    done = records().get(name, {}).get("done") == solution(name).read_text()
-    return "done" if done else "started"
+    text = solution(name).read_text("utf-8-sig", errors="replace")
+    return "done" if records().get(name, {}).get("done") == text else "started"
+
+
+def following():
+    """The name of the first exercise that is not done, or None."""
+    return next((name for name in exercises() if state(name) != "done"), None)
+
+
+def shown(path):
+    """A path as the learner can use it: relative only if it is below the working directory."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 # Commands -----------------------------------------------------------------------------------------
 
 
 def show_list():
-    algorithm, following = None, None
+    algorithm = None
     for name, exercise in exercises().items():
-        found = state(name)
         if (now := exercise["script"].split("_")[0]) != algorithm:
             algorithm = now
             print(f"\n{algorithm.upper()}")
-        following = following or (name if found != "done" else None)
-        print(f"  {found:8}{name:22} {exercise['minutes']:2} min  {exercise['about']}")
-    print(f"\nNext: python exercises/exercise.py start {following}" if following else "\nAll done.")
+        print(f"  {state(name):8}{name:22} {exercise['minutes']:2} min  {exercise['about']}")
+    name = following()
+    print(f"\nNext: python {sys.argv[0]} start {name}" if name else "\nAll done.")
 
 
 def start(exercise):
     path = solution(exercise["name"])
     if path.exists():
-        raise UsageError(f"{path} exists; to start again, delete it first")
+        raise UsageError(f"{shown(path)} exists; to start again, delete it first")
     text = unsolved(exercise)
     MINE.mkdir(exist_ok=True)
-    path.write_text(text)
-    print(f"wrote {path.relative_to(MINE.parent)}: algos/{exercise['script']}.py, ", end="")
+    path.write_text(text, "utf-8")
+    print(f"wrote {shown(path)}: algos/{exercise['script']}.py, ", end="")
     if "old" in exercise:
         print("with one mistake in it. `curve` shows what it does to a run, `check --hint` helps.")
     else:
@@ -212,7 +241,7 @@ def start(exercise):
 
 def check(exercise, train, limit):
     """Judge the learner's file; returns whether it is right."""
-    name, text = exercise["name"], solution(exercise["name"]).read_text()
+    name, text = exercise["name"], read(exercise["name"])
     if wrong := judge(exercise, text, limit=limit):
         print(f"{name} is not right yet.\n{wrong}")
         return False
@@ -221,7 +250,7 @@ def check(exercise, train, limit):
     if not train:
         return True
     test, task = "tests/test_off_policy.py::test_learns_pendulum[{}]", "Pendulum-v1"
-    if exercise["script"].startswith(("vpg", "ppo", "trpo")):
+    if exercise["script"].startswith(ON_POLICY):
         test, task = "tests/test_on_policy.py::test_learns[{}-CartPole-v1]", "CartPole-v1"
     print(f"Training on {task}, which takes about a minute ...", flush=True)
     wrong = judge(exercise, text, [test.format(exercise["script"])], limit=10 * limit)
@@ -231,7 +260,8 @@ def check(exercise, train, limit):
 
 def hint(exercise):
     given = records().get(exercise["name"], {}).get("hints", 0)
-    print(exercise["hints"][min(given, 1)])
+    last = "\nThis was the last hint: there are two."
+    print(exercise["hints"][min(given, 1)] + last * (given > 1))
     records(exercise["name"], hints=given + 1)
 
 
@@ -245,8 +275,9 @@ def curve(exercise):
     flags, columns = exercise["curve"].split(), exercise.get("columns", [])
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     scripts = {"original": ROOT / "algos" / f"{exercise['script']}.py", "yours": solution(name)}
+    takes = "some seconds" if exercise["script"].startswith(ON_POLICY) else "a minute or two"
     with tempfile.TemporaryDirectory() as folder:
-        print(f"Training both: {' '.join(flags)}; this takes a minute or two ...", flush=True)
+        print(f"Training both: {' '.join(flags)}; this takes {takes} ...", flush=True)
         try:
             for i, (label, script) in enumerate(scripts.items()):
                 words = [sys.executable, script, *flags, "--data-dir", folder, "--exp-name", label]
@@ -261,7 +292,7 @@ def curve(exercise):
                 process.wait()
         picture, folders = MINE / f"{name}.png", [f"{folder}/{label}" for label in scripts]
         make_plots(folders, legend=(*scripts,), value=("Performance", *columns), out=str(picture))
-    print(f"wrote {picture.relative_to(MINE.parent)}")
+    print(f"wrote {shown(picture)}")
 
 
 def main(argv=None):
@@ -269,13 +300,17 @@ def main(argv=None):
         args = parse_args(Args, argv)
         if args.command == "list":
             return show_list()
+        if not args.name:
+            raise UsageError(f"{args.command} needs a name, such as {following() or 'gae'}")
+        if args.command == "probe":  # in a program of its own, which has loaded no common/
+            sys.exit(subprocess.call([sys.executable, ROOT / "exercises" / "probe.py", args.name]))
         if args.name not in (known := exercises()):
-            raise UsageError(f"no exercise is called {args.name or 'nothing'}; `list` names them")
+            raise UsageError(f"no exercise is called {args.name}; `list` names them")
         exercise = known[args.name]
         if args.command == "start":
             return start(exercise)
         if not solution(args.name).exists():
-            raise UsageError(f"start it first: python exercises/exercise.py start {args.name}")
+            raise UsageError(f"start it first: python {sys.argv[0]} start {args.name}")
         if args.command == "curve":
             curve(exercise)
         elif args.hint:

@@ -91,7 +91,14 @@ def difference(name, found, wanted):
         return None
     first = tuple(map(int, wrong[0]))
     where = f"; first at {list(first)}: {a[first]:.4g}, should be {b[first]:.4g}"
-    return f"{name} is {show(a)}, should be {show(b)}" + where * (a.size > 6)
+    return f"{name} is {show(a)}, should be {show(b)}" + where * (a.size > 6) + nearly(a, b)
+
+
+def nearly(a, b):
+    """What to add where the largest difference is small beside the largest value, or ""."""
+    error, size = np.abs(np.subtract(a, b, dtype=float)).max(), np.abs(b).max()
+    close = f" (off by {error:.1g}: rounding, or a slightly different formula)"
+    return close * bool(error <= 2e-4 * size)
 
 
 def is_array(x):
@@ -121,8 +128,8 @@ def pytest_exception_interact(node, call):
     text = "".join(traceback.format_exception(error))  # with that of a program it has run
     lines = re.findall(rf'{SCRIPT}\.py", line ([0-9]+)', text)
     wrong = [*wrong_calls, said(error) + (f" (line {lines[-1]})" if lines else "")]
-    doc = " ".join(doc.split())
-    Path(REPORT).write_text(f'{wrong[0]}\nThe test, {node.name}, says: "{doc}"')
+    doc = f', says: "{" ".join(doc.split())}"' if doc else ", has failed."
+    Path(REPORT).write_text(f"{wrong[0]}\nThe test, {node.name}{doc}", "utf-8")
 
 
 def said(error):
@@ -135,6 +142,7 @@ def said(error):
     elif rows := re.findall(r"^ *'?([A-Z]\w+)'? *\| *(\S+) *\| *(\S+)", text, flags=re.M):
         rows = [(key, float(a), float(b)) for key, a, b in rows if key != "Index"]
         text = "; ".join(f"{key} is {a:.6g}, should be {b:.6g}" for key, a, b in rows[:3])
+        text += min((nearly(a, b) for _, a, b in rows), key=len)  # "" unless all are near
     elif arrays := re.search(r"ACTUAL: (.*?)\n *DESIRED: (.*)", text, flags=re.S):
         a, b = (textwrap.shorten(x, 80) for x in arrays.groups())
         text = f"got {a}, should be {b}"

@@ -1,13 +1,17 @@
 """Exercises fit the scripts, their tests tell right from wrong, and wrong answers are explained."""
 
 import ast
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import textwrap
 import tomllib
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from conftest import NO_TENSORFLOW, ROOT, processes, wait_for
 
@@ -15,6 +19,14 @@ sys.path.insert(0, str(ROOT / "exercises"))
 import exercise as program
 
 ALL = program.exercises()
+ANSWERS = tomllib.loads((ROOT / "tests" / "answers.toml").read_text())
+
+
+def answered(exercise, answer):
+    """An exercise's file, in a function to be written with an answer; a mistake stays in it."""
+    line = rf'( *)raise NotImplementedError\("{program.TO_DO}"\)'
+    text = program.unsolved(exercise)
+    return re.sub(line, lambda found: textwrap.indent(answer.strip(), found[1]), text)
 
 
 def judge(exercise, text, *tests, limit=600):
@@ -57,6 +69,7 @@ def test_a_learners_way(learner, capsys):
     learner("start policy-gradient")
     path = program.solution("policy-gradient")
     stub = path.read_text()
+    assert path.samefile(re.search(r"wrote (\S+):", capsys.readouterr().out)[1])
     with pytest.raises(SystemExit, match="2"):
         learner("start policy-gradient")
     said = capsys.readouterr()
@@ -64,6 +77,8 @@ def test_a_learners_way(learner, capsys):
     for hint in program.exercises()["policy-gradient"]["hints"]:
         learner("check policy-gradient --hint")
         assert capsys.readouterr().out.strip() == hint
+    learner("check policy-gradient --hint")
+    assert capsys.readouterr().out == f"{hint}\nThis was the last hint: there are two.\n"
 
     line = f'raise NotImplementedError("{program.TO_DO}")'
     path.write_text(stub.replace(line, "return logp.mul_(adv).mean()"))  # changes what it is given
@@ -94,6 +109,7 @@ def test_a_bug_to_be_found(learner, capsys):
     assert exercise["new"] not in said and "finish_path" not in said
     exercise = {**exercise, "curve": "--env-id CartPole-v1 --epochs 2 --steps-per-epoch 200"}
     program.curve(exercise)
+    assert "this takes some seconds" in capsys.readouterr().out
     assert (program.MINE / "bug-truncation.png").stat().st_size > 10000
 
 
@@ -106,6 +122,8 @@ def test_files_that_cannot_run():
     assert program.judge(exercise, stub) == f"Line {number} is still to be written."
     said = program.judge(exercise, stub.replace(line, "return (logp"))
     assert said == f"Line {number} is no Python: '(' was never closed."
+    said = program.judge(exercise, "return 1")  # which Python parses, and does not compile
+    assert said == "Line 1 is no Python: 'return' outside function."
     said = judge(exercise, stub.replace(line, "return logp @ advantages"))
     assert f"NameError: name 'advantages' is not defined (line {number})" in said
     assert len(said.splitlines()) == 2
@@ -115,10 +133,44 @@ def test_files_that_cannot_run():
 
 @pytest.mark.parametrize("words", ["start nothing", "check gae", "curve gae", "start", "stop gae"])
 def test_bad_commands(learner, words, capsys):
-    """One line on stderr, exit code 2."""
+    """One line on stderr, or a box about a wrong word; exit code 2."""
     with pytest.raises(SystemExit, match="2"):
         learner(words)
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1 or "invalid choice 'stop'" in said
+    assert ("such as rewards-to-go" in said) == (words == "start")
+
+
+def test_a_file_that_is_not_utf_8(learner, capsys):
+    """It is named with the line, and `list` goes on; a byte order mark is no part of the text."""
+    learner("start gae")
+    path = program.solution("gae")
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert program.read("gae") == program.unsolved(ALL["gae"])
+    path.write_bytes(b"# Fran\xc3\xa7ois\n# Fran\xe7ois\n")
+    with pytest.raises(SystemExit, match="2"):
+        learner("check gae")
+    assert f"line 2 of {path} is not UTF-8" in capsys.readouterr().err
+    learner("list")
+    assert "started gae " in capsys.readouterr().out
+
+
+def test_what_is_nearly_right_is_said_to_be(monkeypatch, tmp_path):
+    """And a test without a docstring, or an error without words, leaves no empty ones."""
+    monkeypatch.setenv("EXERCISE", json.dumps(["vpg_torch", "", str(tmp_path / "report.txt")]))
+    import explain
+
+    right = np.array([1.0, -20.0])
+    said = explain.difference("result", right + 0.003, right)
+    assert said.endswith("(off by 0.003: rounding, or a slightly different formula)")
+    assert "off by" not in explain.difference("result", right + 0.03, right)
+    row = {"KL": 1.0, "Entropy": 2.0}
+    with pytest.raises(AssertionError) as error:
+        assert row == pytest.approx({**row, "KL": 1.0001})
+    assert explain.said(error.value).startswith("KL is 1, should be 1.0001 (off by 0.0001: ")
+    node = SimpleNamespace(name="test_x", function=lambda: 0)
+    explain.pytest_exception_interact(node, SimpleNamespace(excinfo=error))
+    assert (tmp_path / "report.txt").read_text().endswith("\nThe test, test_x, has failed.")
 
 
 def test_ctrl_c_ends_the_runs(learner, tmp_path):
@@ -151,12 +203,37 @@ def test_the_originals_are_right(script):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("exercise", ALL.values(), ids=ALL)
-def test_an_unsolved_exercise_is_wrong(exercise):
-    """Also where the missing part is left out without an error."""
-    text = program.unsolved(exercise)
-    said = judge(exercise, text.replace(f'raise NotImplementedError("{program.TO_DO}")', "pass"))
-    assert said and not said.startswith(("No test ran", "Still running", "Line"))
+@pytest.mark.parametrize("name", ANSWERS)
+def test_right_answers_are_right_however_they_are_written(name):
+    for answer in ANSWERS[name]["right"]:
+        assert judge(ALL[name], answered(ALL[name], answer)) is None, answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALL)
+def test_usual_mistakes_are_told(name):
+    """In two or three lines; also where the missing part is left out without an error. Two of each;
+    ALL_ANSWERS=1 in the environment tries all, in a quarter of an hour."""
+    wrong = ANSWERS.get(name, {"wrong": []})["wrong"]
+    for answer in [*(wrong if "ALL_ANSWERS" in os.environ else wrong[:2]), "pass"]:
+        said = judge(ALL[name], answered(ALL[name], answer)) or ""
+        assert len(said.splitlines()) in (2, 3), f"{said}\n{answer}"
+        assert not said.startswith(("No test ran", "Still running", "Line")), answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, old, new",
+    [
+        ("sac-policy", "np.exp(log_std.clip(-20, 2))", "np.exp(log_std.clip(-20, 1))"),
+        ("finish-path", ".clip(space.low, space.high)", ""),
+        ("alpha", "buf.store(o, a, r, o2, terminated)", "buf.store(o, a, r, o2, truncated)"),
+        ("kl-divergence", "next_ret = rew[t] + gamma * next_ret", "next_ret = rew[t] + next_ret"),
+    ],
+)
+def test_a_mistake_in_another_part_of_the_file_is_caught(name, old, new):
+    text = program.original(ALL[name])
+    assert text.count(old) == 1 and judge(ALL[name], text.replace(old, new))
 
 
 @pytest.mark.slow
