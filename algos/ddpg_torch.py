@@ -20,7 +20,7 @@ Diff me against ddpg_tf1.py: the same algorithm as a TensorFlow 1 graph.
 import copy
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -31,6 +31,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # find common/ fro
 import numpy as np
 import torch
 from gymnasium.spaces import Box
+from pydantic.dataclasses import dataclass
 from torch import nn
 
 from common import mpi, mpi_pytorch, run
@@ -47,7 +48,7 @@ class Args:
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 10  # epochs between checkpoints
-    snapshots: bool = False  # keep the policy of every save, and the best so far
+    snapshots: bool = False  # keep the policy of every save
     num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
     resume: bool | str = False  # continue the run of this name and seed; or DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
@@ -222,6 +223,7 @@ def train(args):
     local_steps_per_epoch = mpi.share("--steps-per-epoch", args.steps_per_epoch)
     local_batch_size = mpi.share("--batch-size", args.batch_size)
     local_replay_size = mpi.share("--replay-size", args.replay_size)
+    buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
     logger = run.start(args, __file__)
 
     # Networks and optimizers: all ranks start from the same parameters.
@@ -231,7 +233,6 @@ def train(args):
     ac_targ = copy.deepcopy(ac).requires_grad_(False)
     pi_optimizer = mpi_pytorch.Adam(ac.pi.parameters(), args.pi_lr)
     q_optimizer = mpi_pytorch.Adam(ac.q.parameters(), args.q_lr)
-    buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
 
     def update(obs, act, rew, obs2, done):
         """Take one gradient step on a batch, as `ReplayBuffer.sample` draws it: [B, ...] each.
@@ -333,7 +334,7 @@ def train(args):
             logger.save_state(state, policy, buffer=buf)
         if stop:
             break
-    return logger.close(clear=True)  # a finished run needs its replay buffer no more
+    return logger.close()
 
 
 # Command line -------------------------------------------------------------------------------------

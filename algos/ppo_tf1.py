@@ -16,15 +16,12 @@ arXiv:1506.02438, eq. 16), and V regresses on the discounted rewards to go:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
 
-With --td-lambda, V regresses on A_t + V(s_t) instead: the lambda-return (Sutton and Barto 2018,
-sec. 12.1), which trusts the rewards k steps ahead less and less, and V in their place.
-
 Diff me against vpg_tf1.py: the ratio, its clip, and many policy steps instead of one.
 Diff me against ppo_torch.py: the same algorithm in PyTorch.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +31,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # find common/ fro
 
 import numpy as np
 from gymnasium.spaces import Box, Discrete
+from pydantic.dataclasses import dataclass
 
 from common import mpi, mpi_tf1, run
 from common.args import JsonDict, NonNegInt, PosFloat, PosInt, Sizes, Unit
@@ -52,7 +50,7 @@ class Args:
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 10  # epochs between checkpoints
-    snapshots: bool = False  # keep the policy of every save, and the best so far
+    snapshots: bool = False  # keep the policy of every save
     num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
     resume: bool | str = False  # continue the run of this name and seed; or DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
@@ -77,7 +75,6 @@ class Args:
     train_pi_iters: NonNegInt = 80  # maximum number of policy steps per epoch
     train_v_iters: NonNegInt = 80  # value function steps per epoch
     lam: Unit = 0.97  # lambda of GAE
-    td_lambda: bool = False  # fit V to lambda-returns, not to rewards to go: targets of less noise
     target_kl: PosFloat = 0.01  # policy steps end at 1.5 times this KL divergence
 
 
@@ -211,7 +208,8 @@ class GAEBuffer:
         """End a path: the episode is over, or is cut at the end of the epoch.
 
         Args:
-            o2: [obs_dim], the observation after the last step.
+            o2: array [obs_dim], the observation after the last step; a copy of it is kept, since
+                the environment may write into it.
             terminated: whether o2 is a terminal state, worth 0. A path that was cut or truncated
                 would have gone on: V(o2) estimates the rest of its return.
         """
@@ -237,12 +235,12 @@ def gae(rew, val, last, last_val, gamma, lam):
         R_t     = r_t + gamma R_t+1
 
     Args:
-        rew, val: [N], r_t and V(s_t).
-        last, last_val: [P], the index of each path's last step, and V of the observation after it:
-            0 if that is terminal.
+        rew, val: arrays [N], r_t and V(s_t).
+        last, last_val: arrays [P], the index of each path's last step, and V of the observation
+            after it: 0 if that is terminal.
 
     Returns:
-        adv, ret: [N] float64.
+        adv, ret: arrays [N] float64.
     """
     adv, ret = np.zeros(len(rew)), np.zeros(len(rew))
     rew, val = rew.tolist(), val.tolist()  # one by one, Python's numbers are faster than NumPy's
@@ -281,7 +279,7 @@ def compute_loss_pi(logp, logp_old, adv, clip_ratio):
         logp, logp_old, adv: [B], log-probabilities under the new and the old policy; advantages.
 
     Returns:
-        loss_pi []; the share of clipped ratios [].
+        loss_pi []; the share of clipped ratios, those with |ratio - 1| > clip_ratio [].
     """
     ratio = tf.exp(logp - logp_old)
     clipped = tf.clip_by_value(ratio, 1 - clip_ratio, 1 + clip_ratio)
@@ -316,6 +314,7 @@ def train(args):
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     local_steps_per_epoch = mpi.share("--steps-per-epoch", args.steps_per_epoch)
     minibatch_size = mpi.share("--minibatch-size", args.minibatch_size, args.steps_per_epoch)
+    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch)
     logger = run.start(args, __file__)
 
     # Networks and optimizers: all ranks start from the same parameters.
@@ -325,7 +324,6 @@ def train(args):
     pi_lr = tf.get_variable("pi_lr", initializer=np.float64(args.pi_lr), trainable=False)
     pi_optimizer = mpi_tf1.Adam(pi_lr, name="pi_optimizer")
     vf_optimizer = mpi_tf1.Adam(args.vf_lr, name="vf_optimizer")
-    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch)
 
     # The graph: losses on the experience in the buffer, and the steps that lower them.
     obs_ph = tf.placeholder(tf.float32, [None, obs_dim])
@@ -356,7 +354,6 @@ def train(args):
         rew = env.normalize_rewards(rew)
         val, last_val = np.split(values(np.concatenate([obs, obs2])), [len(obs)])
         adv, ret = gae(rew, val, last, np.where(terminated, 0, last_val), args.gamma, args.lam)
-        ret = adv + val if args.td_lambda else ret
         mean, std = mpi.statistics(adv)
         adv, ret = np.float32((adv - mean) / (std + 1e-8)), np.float32(ret)
         batch = {obs_ph: obs, act_ph: act, adv_ph: adv, ret_ph: ret}
@@ -434,7 +431,7 @@ def train(args):
 
         stop = run.stop_requested()  # by a signal, to any rank
         if stop or logger.save_due():
-            logger.save_state(state, export_policy(), judged=policy)
+            logger.save_state(state, export_policy())
         if stop:
             break
     return logger.close()

@@ -16,16 +16,13 @@ arXiv:1506.02438, eq. 16), and V regresses on the discounted rewards to go:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
 
-With --td-lambda, V regresses on A_t + V(s_t) instead: the lambda-return (Sutton and Barto 2018,
-sec. 12.1), which trusts the rewards k steps ahead less and less, and V in their place.
-
 Diff me against vpg_torch.py: the ratio, its clip, and many policy steps instead of one.
 Diff me against ppo_tf1.py: the same algorithm as a TensorFlow 1 graph.
 """
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -36,6 +33,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # find common/ fro
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
+from pydantic.dataclasses import dataclass
 from torch import nn
 
 from common import mpi, mpi_pytorch, run
@@ -52,7 +50,7 @@ class Args:
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 10  # epochs between checkpoints
-    snapshots: bool = False  # keep the policy of every save, and the best so far
+    snapshots: bool = False  # keep the policy of every save
     num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
     resume: bool | str = False  # continue the run of this name and seed; or DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
@@ -78,7 +76,6 @@ class Args:
     train_pi_iters: NonNegInt = 80  # maximum number of policy steps per epoch
     train_v_iters: NonNegInt = 80  # value function steps per epoch
     lam: Unit = 0.97  # lambda of GAE
-    td_lambda: bool = False  # fit V to lambda-returns, not to rewards to go: targets of less noise
     target_kl: PosFloat = 0.01  # policy steps end at 1.5 times this KL divergence
 
 
@@ -195,7 +192,8 @@ class GAEBuffer:
         """End a path: the episode is over, or is cut at the end of the epoch.
 
         Args:
-            o2: [obs_dim], the observation after the last step.
+            o2: array [obs_dim], the observation after the last step; a copy of it is kept, since
+                the environment may write into it.
             terminated: whether o2 is a terminal state, worth 0. A path that was cut or truncated
                 would have gone on: V(o2) estimates the rest of its return.
         """
@@ -221,12 +219,12 @@ def gae(rew, val, last, last_val, gamma, lam):
         R_t     = r_t + gamma R_t+1
 
     Args:
-        rew, val: [N], r_t and V(s_t).
-        last, last_val: [P], the index of each path's last step, and V of the observation after it:
-            0 if that is terminal.
+        rew, val: arrays [N], r_t and V(s_t).
+        last, last_val: arrays [P], the index of each path's last step, and V of the observation
+            after it: 0 if that is terminal.
 
     Returns:
-        adv, ret: [N] float64.
+        adv, ret: arrays [N] float64.
     """
     adv, ret = np.zeros(len(rew)), np.zeros(len(rew))
     rew, val = rew.tolist(), val.tolist()  # one by one, Python's numbers are faster than NumPy's
@@ -265,7 +263,7 @@ def compute_loss_pi(logp, logp_old, adv, clip_ratio):
         logp, logp_old, adv: [B], log-probabilities under the new and the old policy; advantages.
 
     Returns:
-        loss_pi []; the share of clipped ratios [].
+        loss_pi []; the share of clipped ratios, those with |ratio - 1| > clip_ratio [].
     """
     ratio = torch.exp(logp - logp_old)
     clipped = torch.clamp(ratio, 1 - clip_ratio, 1 + clip_ratio)
@@ -300,6 +298,7 @@ def train(args):
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     local_steps_per_epoch = mpi.share("--steps-per-epoch", args.steps_per_epoch)
     minibatch_size = mpi.share("--minibatch-size", args.minibatch_size, args.steps_per_epoch)
+    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch)
     logger = run.start(args, __file__)
 
     # Networks and optimizers: all ranks start from the same parameters.
@@ -308,7 +307,6 @@ def train(args):
     mpi_pytorch.sync_params(ac)
     pi_optimizer = mpi_pytorch.Adam(ac.pi.parameters(), args.pi_lr)
     vf_optimizer = mpi_pytorch.Adam(ac.v.parameters(), args.vf_lr)
-    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch)
 
     def values(obs):
         """V of observations: array [N, obs_dim] -> array [N]."""
@@ -329,7 +327,6 @@ def train(args):
         rew = env.normalize_rewards(rew)
         val, last_val = np.split(values(np.concatenate([obs, obs2])), [len(obs)])
         adv, ret = gae(rew, val, last, np.where(terminated, 0, last_val), args.gamma, args.lam)
-        ret = adv + val if args.td_lambda else ret
         mean, std = mpi.statistics(adv)
         adv, ret = np.float32((adv - mean) / (std + 1e-8)), np.float32(ret)
         obs, act, adv, ret = (torch.as_tensor(x, device=device) for x in (obs, act, adv, ret))
@@ -412,7 +409,7 @@ def train(args):
 
         stop = run.stop_requested()  # by a signal, to any rank
         if stop or logger.save_due():
-            logger.save_state(state, export_policy(), judged=policy)
+            logger.save_state(state, export_policy())
         if stop:
             break
     return logger.close()

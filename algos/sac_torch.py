@@ -20,7 +20,7 @@ Diff me against sac_tf1.py: the same algorithm as a TensorFlow 1 graph.
 import copy
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -31,6 +31,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # find common/ fro
 import numpy as np
 import torch
 from gymnasium.spaces import Box
+from pydantic.dataclasses import dataclass
 from torch import nn
 
 from common import mpi, mpi_pytorch, run
@@ -47,7 +48,7 @@ class Args:
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 10  # epochs between checkpoints
-    snapshots: bool = False  # keep the policy of every save, and the best so far
+    snapshots: bool = False  # keep the policy of every save
     num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
     resume: bool | str = False  # continue the run of this name and seed; or DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
@@ -105,6 +106,7 @@ class SquashedGaussianActor(nn.Module):
         """obs [B, obs_dim], standard normal noise [B, act_dim] -> a [B, act_dim], log pi(a|s) [B].
 
         log pi(a|s) = log Normal(u) - sum log(1 - tanh(u)^2), in a form that does not overflow.
+        The network gives mu and log_std; log_std is clamped to [-20, 2].
         """
         mu, log_std = self.net(obs).chunk(2, -1)
         log_std = log_std.clamp(-20, 2)
@@ -245,7 +247,7 @@ def compute_loss_alpha(log_alpha, logp_pi, target_entropy):
     """-E[log alpha (log pi(a|s) + target entropy)]: alpha rises while the entropy is too low.
 
     The paper (Haarnoja et al. 2018, arXiv:1812.05905, eq. 18) has alpha in place of log alpha.
-    log_alpha [], logp_pi [B] -> [].
+    log_alpha [], logp_pi [B] -> []; only log_alpha gets a gradient.
     """
     return -(log_alpha * (logp_pi.detach() + target_entropy)).mean()
 
@@ -265,6 +267,7 @@ def train(args):
     local_steps_per_epoch = mpi.share("--steps-per-epoch", args.steps_per_epoch)
     local_batch_size = mpi.share("--batch-size", args.batch_size)
     local_replay_size = mpi.share("--replay-size", args.replay_size)
+    buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
     logger = run.start(args, __file__)
 
     # Networks and optimizers: all ranks start from the same parameters.
@@ -278,7 +281,6 @@ def train(args):
     if auto_alpha:
         log_alpha = torch.zeros((), device=device, requires_grad=True)
         alpha_optimizer = mpi_pytorch.Adam([log_alpha], args.lr)
-    buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
 
     def update(obs, act, rew, obs2, done, noise):
         """Take one gradient step on a batch, as `ReplayBuffer.sample` draws it: [B, ...] each.
@@ -320,7 +322,6 @@ def train(args):
         batches = [torch.as_tensor(x, device=device) for x in (*buf.sample(shape, rng), noise)]
         for batch in zip(*batches, strict=True):
             logger.store(**update(*batch))
-        logger.store(Alpha=log_alpha.exp().item() if auto_alpha else args.alpha)
 
     def export_policy():
         """The policy as `get_action` takes it and policy.npz holds it: a dict of NumPy arrays."""
@@ -383,8 +384,9 @@ def train(args):
         logger.log_tabular("TotalEnvInteracts", (epoch + 1) * args.steps_per_epoch)
         for key in ("EpRet", "TestEpRet", "Q1Vals", "Q2Vals", "LogPi"):
             logger.log_tabular(key, with_min_and_max=True)
-        for key in ("CutEpRet", "EpLen", "TestEpLen", "LossPi", "LossQ", "Alpha"):
+        for key in ("CutEpRet", "EpLen", "TestEpLen", "LossPi", "LossQ"):
             logger.log_tabular(key, average_only=True)
+        logger.log_tabular("Alpha", log_alpha.exp().item() if auto_alpha else args.alpha)
         logger.log_tabular("Time", logger.time())
         logger.dump_tabular()
 
@@ -393,7 +395,7 @@ def train(args):
             logger.save_state(state, policy, buffer=buf)
         if stop:
             break
-    return logger.close(clear=True)  # a finished run needs its replay buffer no more
+    return logger.close()
 
 
 # Command line -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ Diff me against td3_torch.py: the same algorithm in PyTorch.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # find common/ fro
 
 import numpy as np
 from gymnasium.spaces import Box
+from pydantic.dataclasses import dataclass
 
 from common import mpi, mpi_tf1, run
 from common.args import JsonDict, NonNegFloat, NonNegInt, PosFloat, PosInt, Sizes, Unit
@@ -47,7 +48,7 @@ class Args:
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 10  # epochs between checkpoints
-    snapshots: bool = False  # keep the policy of every save, and the best so far
+    snapshots: bool = False  # keep the policy of every save
     num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
     resume: bool | str = False  # continue the run of this name and seed; or DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
@@ -239,6 +240,7 @@ def train(args):
     local_steps_per_epoch = mpi.share("--steps-per-epoch", args.steps_per_epoch)
     local_batch_size = mpi.share("--batch-size", args.batch_size)
     local_replay_size = mpi.share("--replay-size", args.replay_size)
+    buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
     logger = run.start(args, __file__)
 
     # Networks and optimizers: all ranks start from the same parameters.
@@ -251,7 +253,6 @@ def train(args):
     pi_vars, q_vars = tf.trainable_variables("ac/pi/"), tf.trainable_variables("ac/q/")
     pi_optimizer = mpi_tf1.Adam(args.pi_lr, name="pi_optimizer")
     q_optimizer = mpi_tf1.Adam(args.q_lr, name="q_optimizer")
-    buf = ReplayBuffer(obs_dim, act_dim, local_replay_size)
 
     # One gradient step: one graph from the batch to the new target networks. It changes variables
     # that it reads, so control dependencies fix the order.
@@ -371,7 +372,7 @@ def train(args):
             logger.save_state(state, policy, buffer=buf)
         if stop:
             break
-    return logger.close(clear=True)  # a finished run needs its replay buffer no more
+    return logger.close()
 
 
 # Command line -------------------------------------------------------------------------------------

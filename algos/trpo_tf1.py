@@ -22,7 +22,7 @@ Diff me against trpo_torch.py: the same algorithm in PyTorch.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,6 +33,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # find common/ fro
 
 import numpy as np
 from gymnasium.spaces import Box, Discrete
+from pydantic.dataclasses import dataclass
 
 from common import mpi, mpi_tf1, run
 from common.args import JsonDict, NonNegFloat, NonNegInt, PosFloat, PosInt, Sizes, Unit
@@ -51,7 +52,7 @@ class Args:
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 10  # epochs between checkpoints
-    snapshots: bool = False  # keep the policy of every save, and the best so far
+    snapshots: bool = False  # keep the policy of every save
     num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
     resume: bool | str = False  # continue the run of this name and seed; or DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
@@ -231,7 +232,8 @@ class GAEBuffer:
         """End a path: the episode is over, or is cut at the end of the epoch.
 
         Args:
-            o2: [obs_dim], the observation after the last step.
+            o2: array [obs_dim], the observation after the last step; a copy of it is kept, since
+                the environment may write into it.
             terminated: whether o2 is a terminal state, worth 0. A path that was cut or truncated
                 would have gone on: V(o2) estimates the rest of its return.
         """
@@ -257,12 +259,12 @@ def gae(rew, val, last, last_val, gamma, lam):
         R_t     = r_t + gamma R_t+1
 
     Args:
-        rew, val: [N], r_t and V(s_t).
-        last, last_val: [P], the index of each path's last step, and V of the observation after it:
-            0 if that is terminal.
+        rew, val: arrays [N], r_t and V(s_t).
+        last, last_val: arrays [P], the index of each path's last step, and V of the observation
+            after it: 0 if that is terminal.
 
     Returns:
-        adv, ret: [N] float64.
+        adv, ret: arrays [N] float64.
     """
     adv, ret = np.zeros(len(rew)), np.zeros(len(rew))
     rew, val = rew.tolist(), val.tolist()  # one by one, Python's numbers are faster than NumPy's
@@ -327,12 +329,13 @@ def conjugate_gradient(Ax, b, iters):
     """Solve A x = b for a symmetric positive definite A (Hestenes and Stiefel 1952).
 
     Args:
-        Ax: function from a vector [D] to A times it.
-        b: [D] float64.
-        iters: maximum number of iterations; without rounding, D of them are exact.
+        Ax: function from an array [D] to A times it.
+        b: array [D] float64.
+        iters: maximum number of iterations; without rounding, D of them are exact, and those that
+            follow change nothing.
 
     Returns:
-        x [D] float64.
+        x: array [D] float64.
     """
     x, r, p = np.zeros_like(b), b.copy(), b.copy()
     rr = r @ r
@@ -352,11 +355,11 @@ def natural_step(fisher, g, delta, cg_iters):
     """The natural gradient step, to be subtracted: sqrt(2 delta / x^T H x) x, where H x = g.
 
     Args:
-        fisher: function from x [D] to H x [D].
-        g: [D] float64, gradient of the loss.
+        fisher: function from an array x [D] to H x [D].
+        g: array [D] float64, gradient of the loss.
 
     Returns:
-        [D] float64; zeros where x^T H x is not positive and finite: g = 0, say.
+        array [D] float64; zeros where x^T H x is not positive and finite: g = 0, say.
     """
     x = conjugate_gradient(fisher, g, cg_iters)
     xHx = x @ fisher(x)
@@ -376,6 +379,7 @@ def train(args):
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     local_steps_per_epoch = mpi.share("--steps-per-epoch", args.steps_per_epoch)
     minibatch_size = mpi.share("--minibatch-size", args.minibatch_size, args.steps_per_epoch)
+    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch)
     logger = run.start(args, __file__)
 
     # Networks and optimizers: all ranks start from the same parameters.
@@ -383,7 +387,6 @@ def train(args):
     ac = actor_critic(obs_dim, action_space, args.hidden_sizes, args.activation, rng)
     pi_vars, v_vars = tf.trainable_variables("pi/"), tf.trainable_variables("v/")
     vf_optimizer = mpi_tf1.Adam(args.vf_lr, name="vf_optimizer")
-    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch)
 
     # The graph: losses on the experience in the buffer, and the steps that lower them.
     obs_ph = tf.placeholder(tf.float32, [None, obs_dim])
@@ -409,7 +412,7 @@ def train(args):
         return sess.run(v_obs, {obs_ph: obs})
 
     def fisher(batch, x):
-        """(H + damping_coeff I) x, averaged over all ranks: x [D] float64 -> [D] float64."""
+        """(H + damping_coeff I) x, averaged over all ranks; arrays x [D] float64 -> [D] float64."""
         Hx = sess.run(fisher_op, {**batch, x_ph: x})
         return mpi.avg(Hx) + args.damping_coeff * x
 
@@ -508,7 +511,7 @@ def train(args):
 
         stop = run.stop_requested()  # by a signal, to any rank
         if stop or logger.save_due():
-            logger.save_state(state, export_policy(), judged=policy)
+            logger.save_state(state, export_policy())
         if stop:
             break
     return logger.close()

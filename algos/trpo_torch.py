@@ -23,7 +23,7 @@ Diff me against trpo_tf1.py: the same algorithm as a TensorFlow 1 graph.
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,6 +35,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # find common/ fro
 import numpy as np
 import torch
 from gymnasium.spaces import Box, Discrete
+from pydantic.dataclasses import dataclass
 from torch import nn
 
 from common import mpi, mpi_pytorch, run
@@ -51,7 +52,7 @@ class Args:
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 10  # epochs between checkpoints
-    snapshots: bool = False  # keep the policy of every save, and the best so far
+    snapshots: bool = False  # keep the policy of every save
     num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
     resume: bool | str = False  # continue the run of this name and seed; or DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
@@ -214,7 +215,8 @@ class GAEBuffer:
         """End a path: the episode is over, or is cut at the end of the epoch.
 
         Args:
-            o2: [obs_dim], the observation after the last step.
+            o2: array [obs_dim], the observation after the last step; a copy of it is kept, since
+                the environment may write into it.
             terminated: whether o2 is a terminal state, worth 0. A path that was cut or truncated
                 would have gone on: V(o2) estimates the rest of its return.
         """
@@ -240,12 +242,12 @@ def gae(rew, val, last, last_val, gamma, lam):
         R_t     = r_t + gamma R_t+1
 
     Args:
-        rew, val: [N], r_t and V(s_t).
-        last, last_val: [P], the index of each path's last step, and V of the observation after it:
-            0 if that is terminal.
+        rew, val: arrays [N], r_t and V(s_t).
+        last, last_val: arrays [P], the index of each path's last step, and V of the observation
+            after it: 0 if that is terminal.
 
     Returns:
-        adv, ret: [N] float64.
+        adv, ret: arrays [N] float64.
     """
     adv, ret = np.zeros(len(rew)), np.zeros(len(rew))
     rew, val = rew.tolist(), val.tolist()  # one by one, Python's numbers are faster than NumPy's
@@ -302,7 +304,7 @@ def flat_grad(y, params, **options):
 
 
 def fisher_product(grad_kl, params, x):
-    """H x [D], H the Hessian of the KL; grad_kl [D] its gradient with its graph, x [D]."""
+    """H x [D], H the Hessian of the KL; grad_kl [D] its gradient with its graph, x [D]; tensors."""
     return flat_grad(grad_kl @ x, params, retain_graph=True)
 
 
@@ -310,12 +312,13 @@ def conjugate_gradient(Ax, b, iters):
     """Solve A x = b for a symmetric positive definite A (Hestenes and Stiefel 1952).
 
     Args:
-        Ax: function from a vector [D] to A times it.
-        b: [D] float64.
-        iters: maximum number of iterations; without rounding, D of them are exact.
+        Ax: function from an array [D] to A times it.
+        b: array [D] float64.
+        iters: maximum number of iterations; without rounding, D of them are exact, and those that
+            follow change nothing.
 
     Returns:
-        x [D] float64.
+        x: array [D] float64.
     """
     x, r, p = np.zeros_like(b), b.copy(), b.copy()
     rr = r @ r
@@ -335,11 +338,11 @@ def natural_step(fisher, g, delta, cg_iters):
     """The natural gradient step, to be subtracted: sqrt(2 delta / x^T H x) x, where H x = g.
 
     Args:
-        fisher: function from x [D] to H x [D].
-        g: [D] float64, gradient of the loss.
+        fisher: function from an array x [D] to H x [D].
+        g: array [D] float64, gradient of the loss.
 
     Returns:
-        [D] float64; zeros where x^T H x is not positive and finite: g = 0, say.
+        array [D] float64; zeros where x^T H x is not positive and finite: g = 0, say.
     """
     x = conjugate_gradient(fisher, g, cg_iters)
     xHx = x @ fisher(x)
@@ -359,6 +362,7 @@ def train(args):
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     local_steps_per_epoch = mpi.share("--steps-per-epoch", args.steps_per_epoch)
     minibatch_size = mpi.share("--minibatch-size", args.minibatch_size, args.steps_per_epoch)
+    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch)
     logger = run.start(args, __file__)
 
     # Networks and optimizers: all ranks start from the same parameters.
@@ -367,7 +371,6 @@ def train(args):
     mpi_pytorch.sync_params(ac)
     pi_params = list(ac.pi.parameters())
     vf_optimizer = mpi_pytorch.Adam(ac.v.parameters(), args.vf_lr)
-    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch)
 
     def values(obs):
         """V of observations: array [N, obs_dim] -> array [N]."""
@@ -383,7 +386,7 @@ def train(args):
         return [x.item() for x in (loss_pi, loss_v, kl, entropy.mean())]
 
     def fisher(grad_kl, x):
-        """(H + damping_coeff I) x, averaged over all ranks: x [D] float64 -> [D] float64."""
+        """(H + damping_coeff I) x, averaged over all ranks; arrays x [D] float64 -> [D] float64."""
         x_t = torch.as_tensor(x, dtype=torch.float32, device=device)
         Hx = fisher_product(grad_kl, pi_params, x_t)
         return mpi.avg(Hx.cpu()) + args.damping_coeff * x
@@ -490,7 +493,7 @@ def train(args):
 
         stop = run.stop_requested()  # by a signal, to any rank
         if stop or logger.save_due():
-            logger.save_state(state, export_policy(), judged=policy)
+            logger.save_state(state, export_policy())
         if stop:
             break
     return logger.close()

@@ -18,7 +18,7 @@ Diff me against vpg_torch.py: the same algorithm in PyTorch.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1]))  # find common/ fro
 
 import numpy as np
 from gymnasium.spaces import Box, Discrete
+from pydantic.dataclasses import dataclass
 
 from common import mpi, mpi_tf1, run
 from common.args import JsonDict, NonNegInt, PosFloat, PosInt, Sizes, Unit
@@ -46,7 +47,7 @@ class Args:
     data_dir: str = "data"  # directory that holds the run directories
     datestamp: bool = False  # put date and time into the run directory's name
     save_freq: PosInt = 10  # epochs between checkpoints
-    snapshots: bool = False  # keep the policy of every save, and the best so far
+    snapshots: bool = False  # keep the policy of every save
     num_cpu: PosInt | Literal["auto"] = 1  # ranks to relaunch with under mpirun; auto: all cores
     resume: bool | str = False  # continue the run of this name and seed; or DIR, with its arguments
     overwrite: bool = False  # replace the run that the directory holds
@@ -199,7 +200,8 @@ class GAEBuffer:
         """End a path: the episode is over, or is cut at the end of the epoch.
 
         Args:
-            o2: [obs_dim], the observation after the last step.
+            o2: array [obs_dim], the observation after the last step; a copy of it is kept, since
+                the environment may write into it.
             terminated: whether o2 is a terminal state, worth 0. A path that was cut or truncated
                 would have gone on: V(o2) estimates the rest of its return.
         """
@@ -225,12 +227,12 @@ def gae(rew, val, last, last_val, gamma, lam):
         R_t     = r_t + gamma R_t+1
 
     Args:
-        rew, val: [N], r_t and V(s_t).
-        last, last_val: [P], the index of each path's last step, and V of the observation after it:
-            0 if that is terminal.
+        rew, val: arrays [N], r_t and V(s_t).
+        last, last_val: arrays [P], the index of each path's last step, and V of the observation
+            after it: 0 if that is terminal.
 
     Returns:
-        adv, ret: [N] float64.
+        adv, ret: arrays [N] float64.
     """
     adv, ret = np.zeros(len(rew)), np.zeros(len(rew))
     rew, val = rew.tolist(), val.tolist()  # one by one, Python's numbers are faster than NumPy's
@@ -286,6 +288,7 @@ def train(args):
     env = run.NormalizedEnv(env, args.norm_obs, args.norm_rew, args.gamma)
     obs_dim, action_space = env.observation_space.shape[0], env.action_space
     local_steps_per_epoch = mpi.share("--steps-per-epoch", args.steps_per_epoch)
+    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch)
     logger = run.start(args, __file__)
 
     # Networks and optimizers: all ranks start from the same parameters.
@@ -294,7 +297,6 @@ def train(args):
     pi_vars, v_vars = tf.trainable_variables("pi/"), tf.trainable_variables("v/")
     pi_optimizer = mpi_tf1.Adam(args.pi_lr, name="pi_optimizer")
     vf_optimizer = mpi_tf1.Adam(args.vf_lr, name="vf_optimizer")
-    buf = GAEBuffer(obs_dim, action_space, local_steps_per_epoch)
 
     # The graph: losses on the experience in the buffer, and the steps that lower them.
     obs_ph = tf.placeholder(tf.float32, [None, obs_dim])
@@ -388,7 +390,7 @@ def train(args):
 
         stop = run.stop_requested()  # by a signal, to any rank
         if stop or logger.save_due():
-            logger.save_state(state, export_policy(), judged=policy)
+            logger.save_state(state, export_policy())
         if stop:
             break
     return logger.close()

@@ -8,16 +8,17 @@
         logger.dump_tabular()
 
 `EpochLogger` has the methods of Spinning Up's, and tools made for Spinning Up can read progress.txt
-and config.json. All methods are called by all ranks together. Rank 0 writes, but for checkpoints:
-each rank has its own.
+and config.json. All methods are called by all ranks together, and rank 0 writes.
 """
 
 import contextlib
+import functools
+import json
 import os
-import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
 from datetime import datetime
 from pathlib import Path
@@ -28,12 +29,36 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 from tqdm import tqdm
 
-from common import files, mpi
+from common import UsageError, files, mpi
 
-COLORS = ["gray", "red", "green", "yellow", "blue", "magenta", "cyan"]
 TAGS = {"AverageEpRet": "charts/episodic_return", "EpLen": "charts/episodic_length"}
 TAGS |= {"AverageTestEpRet": "eval/episodic_return", "TestEpLen": "eval/episodic_length"}
 LOSSES = ("Loss", "DeltaLoss", "KL", "Entropy", "ClipFrac", "StopIter", "Alpha")
+tqdm.set_lock(threading.RLock())  # its own is over processes: killed ones would leave it behind
+
+
+def setup_logger_kwargs(exp_name, seed=None, data_dir="data", datestamp=False):
+    """Arguments of an `EpochLogger` whose directory follows Spinning Up's convention.
+
+    Returns:
+        dict(output_dir, exp_name), where output_dir is `<data_dir>/<exp_name>`, and below it
+        `<exp_name>_s<seed>` if a seed is given; with a datestamp,
+        `<data_dir>/YYYY-MM-DD_<exp_name>/YYYY-MM-DD_HH-MM-SS-<exp_name>_s<seed>`.
+
+    Raises:
+        UsageError: the name cannot be that of a directory.
+    """
+    if exp_name in ("", ".", "..") or "/" in exp_name:
+        raise UsageError(f"--exp-name must be a plain name, not {exp_name!r}")
+    # A sweep sets the time, since it has to know the directories of its runs.
+    now = mpi.broadcast(f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
+    now = os.environ.get("SWEEP_DATESTAMP", now)
+    # ~ is a home here: bash leaves it as it is in --data-dir=~/runs.
+    path = Path(os.path.expanduser(data_dir))
+    path /= f"{now[:10]}_{exp_name}" if datestamp else exp_name
+    if seed is not None:
+        path /= f"{now}-{exp_name}_s{seed}" if datestamp else f"{exp_name}_s{seed}"
+    return {"output_dir": str(path), "exp_name": exp_name}
 
 
 class EpochLogger:
@@ -51,133 +76,37 @@ class EpochLogger:
         epoch: number of rows in the table.
 
     Raises:
-        UsageError: the directory cannot be written, holds a run and neither `resume` nor
-            `overwrite` is set, or another process has it open. No run was changed then.
+        UsageError: on rank 0, if the directory cannot be written, holds a run and neither `resume`
+            nor `overwrite` is set, or another process has it open. No run was changed then.
     """
 
     def __init__(self, output_dir=None, exp_name=None, resume=False, overwrite=False):
         if output_dir is None:
-            now = f"{mpi.on_rank_0(datetime.now):%Y-%m-%d_%H-%M-%S-%f}"
+            now = mpi.broadcast(f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
             output_dir = Path(tempfile.gettempdir(), "experiments", now)
         self.output_dir = Path(output_dir)
-        self.output_path = self.output_dir / "progress.txt"
-        self.exp_name, self.resume, self.looked = exp_name, resume, not resume
-        self.stored = {}  # numbers of this epoch, a list by key
-        self.headers, self.row, self.last_row = [], {}, {}
+        self.table_path, self.table = self.output_dir / "progress.txt", ""
+        self.exp_name, self.resume, self.config = exp_name, resume, {}
+        self.stored, self.row = {}, {}  # of this epoch: lists of numbers by key; columns
         self.epoch = self.epochs = 0  # rows of the table, epochs of the run
-        self.save_freq, self.snapshots = 1, False  # epochs between saves; whether to keep policies
-        self.best = -np.inf  # return of the best snapshot
         self.start_time = time.time()  # less what the run had taken before this process
-        self.charted = 0, self.start_time  # steps and time of the last row for TensorBoard
-        self.saved = None  # the state that a resumed run goes on from
         self.save_model = lambda: None  # see setup_pytorch_saver
+        self.log_once = functools.cache(self.log)
         self.events = self.lock = None
-        self.closed = self.finished = False
-        mpi.on_rank_0(self._claim, resume, overwrite)
-        self.checkpoints = self.output_dir / "checkpoint"
-
-    def _claim(self, resume, overwrite):
-        self.lock = files.claim(self.output_dir, resume, overwrite)
-
-    def save_config(self, config, script=None):
-        """Write config.json: the arguments, and the versions that the numbers depend on.
-
-        A run that is resumed is looked at first, its checkpoint and its table included.
-
-        Args:
-            config: the script's `Args`, or a dict.
-            script: the script's path; that of the running program, if None.
-
-        Raises:
-            UsageError: the run cannot be resumed: it had other arguments or another number of
-                ranks, it is damaged, or more epochs are done than `config` asks for. Nothing was
-                changed then.
-        """
-        args = files.convert_json(config)
-        self.epochs, self.save_freq = args.get("epochs", 0), args.get("save_freq", 1)
-        self.snapshots = args.get("snapshots", False)
-        config = files.describe(args, self.exp_name, script or sys.argv[0])
-        fixed = {*args, "script", "ranks"} - files.FREE_TO_CHANGE
-        if args.get("anneal_lr"):  # the learning rate depends on how many epochs there are
-            fixed |= {"epochs"}
-        self.looked = True
-        if self.resume:
-            self._look_at_run(config, fixed)
-        if self.finished:
-            self.log(f"{self.output_dir} is finished: {self.epoch} epochs", "green")
-        elif mpi.proc_id() == 0:
-            files.write_json(self.output_dir / "config.json", config)
-            self.write_status("running")
-            self.log(f"Logging to {self.output_dir}", "green")
-
-    def _look_at_run(self, config, fixed):
-        """Find out where a resumed run goes on, or that it is finished."""
-        found = mpi.on_rank_0(files.check_resume, self.output_dir, config, fixed)
-        self.epoch, self.finished, warnings = found
-        if self.finished:
-            return
-        self.epoch, self.saved = files.load_checkpoint(self.checkpoints)
-        lines = mpi.on_rank_0(files.read_rows, self.output_path, self.epoch)
-        step = int(self.saved["logger/step"]) if self.saved else 0
-        for text in warnings:
-            self.log(f"WARNING: {text}", "yellow")
         if mpi.proc_id() == 0:
-            # What an earlier process wrote from here on will be written again.
-            if lines:
-                files.write_atomically(self.output_path, lambda f: f.writelines(lines))
-            else:
-                self.output_path.unlink(missing_ok=True)
-            self._add_event(step=step + 1, session_log=SessionLog(status=SessionLog.START))
-        self.charted = step, time.time()
-
-    def write_status(self, status, error=None):
-        """Write status.json: running, finished, interrupted or failed."""
-        files.write_status(self.output_dir, status, self.epoch, self.epochs, error)
-
-    def close(self, clear=False):
-        """End the run: mark it as finished, or as interrupted if epochs are left.
-
-        Args:
-            clear: delete the checkpoints of a run that this process finished: a replay buffer is
-                large. A resume that found no epoch left to do deletes nothing.
-
-        Returns:
-            whether the run is finished.
-        """
-        done = self.epoch >= self.epochs
-        mpi.barrier()  # until all ranks have saved, and tidied up their checkpoints
-        if mpi.proc_id() == 0 and not self.finished:
-            self.write_status("finished" if done else "interrupted")
-            if done and clear and self.last_row:
-                shutil.rmtree(self.checkpoints, ignore_errors=True)
-        self.release()
-        return done
-
-    def release(self):
-        """Close all files and let other processes have the directory."""
-        self.closed = True
-        for file in filter(None, (self.events, self.lock)):
-            with contextlib.suppress(OSError):  # a full disk
-                file.close()
+            self.lock = files.claim(self.output_dir, resume, overwrite)
 
     # Terminal and tables ------------------------------------------------------------------------
 
-    def log(self, message, color=None):
+    def log(self, message):
         """Print a line, on rank 0."""
         if mpi.proc_id() == 0:
-            if color and sys.stdout.isatty():
-                message = f"\x1b[{30 + COLORS.index(color)}m{message}\x1b[0m"
-            try:
-                tqdm.write(message, file=sys.stdout)
-                sys.stdout.flush()
-            except OSError:  # the reader or the terminal is gone; the run goes on unseen
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(message, flush=True)
 
     def progress(self, steps):
         """Iterate over `range(steps)`, with a bar on rank 0 where there is a terminal."""
-        hide = mpi.proc_id() != 0 or not sys.stderr.isatty()
-        name = f"epoch {self.epoch}" + (f" of {self.epochs}" if self.epochs else "")
-        return tqdm(range(steps), name, disable=hide, leave=False, unit="step")
+        hide = None if mpi.proc_id() == 0 else True  # None hides it where there is no terminal
+        return tqdm(range(steps), f"epoch {self.epoch}", disable=hide, leave=False, unit="step")
 
     def store(self, **values):
         """Add numbers or arrays of numbers to this epoch's lists, one by key."""
@@ -202,67 +131,157 @@ class EpochLogger:
                 mean, under `key` itself. NaN where no rank stored anything.
 
         Raises:
-            FloatingPointError: on all ranks, if a loss or a return is NaN or infinite on any.
+            FloatingPointError: a loss or a return of this rank is NaN or infinite.
         """
         if val is not None:
             self.row[key] = val.item() if isinstance(val, np.generic) else val
             return
         numbers = self.stacked(key)
         if "Loss" in key or "EpRet" in key:
-            mpi.check_finite(f"epoch {self.epoch}", **{key: numbers})
+            self._check_finite(key, numbers)
         mean, std, low, high = mpi.statistics(numbers, with_min_and_max=True)
-        if key == "EpRet" and np.isnan(mean) and not np.isnan(self.last_row.get("AverageEpRet", 0)):
+        if key == "EpRet" and np.isnan(mean):
             text = "so EpRet is nan, and CutEpRet is the return of what the end of the epoch cut"
             advice = "raise --steps-per-epoch, lower --max-ep-len, or use fewer ranks"
-            text = f"WARNING: no episode ended in epoch {self.epoch}, {text}: {advice}"
-            self.log(text, "yellow")
+            self.log_once(f"WARNING: no episode ended in an epoch, {text}: {advice}")
         self.row[key if average_only else f"Average{key}"] = mean
         if not average_only:
             self.row[f"Std{key}"] = std
         if with_min_and_max:
             self.row |= {f"Max{key}": high, f"Min{key}": low}
-        self.stored[key] = []
+        self.stored.pop(key, None)
 
     def dump_tabular(self):
-        """End this epoch's row: print it, add it to progress.txt and to the TensorBoard events."""
-        self.headers = self.headers or list(self.row)
-        if odd := set(self.headers) ^ set(self.row):
+        """End this epoch's row: print it, add it to progress.txt and to the TensorBoard events.
+
+        Raises:
+            KeyError: the row has other columns than those before it.
+            UsageError: another process may be at work in the run directory.
+        """
+        header = self.table.partition("\n")[0].split("\t") if self.table else list(self.row)
+        if odd := set(header) ^ set(self.row):
             raise KeyError(f"columns {sorted(odd)} are not in every row")
+        for key in self.stored:
+            self.log_once(f"WARNING: {key} was stored, and log_tabular({key!r}) was not called")
         if mpi.proc_id() == 0:
-            self.log(_table(self.row))
-            with open(self.output_path, "a") as f:
-                if f.tell() == 0:
-                    f.write("\t".join(self.headers) + "\n")
-                f.write("\t".join(str(self.row[key]) for key in self.headers) + "\n")
-                f.flush()
-                os.fsync(f.fileno())  # a checkpoint never knows more rows than there are
+            self._write_status("running")
+            text = "" if self.table else "\t".join(header) + "\n"
+            text += "\t".join(str(self.row[key]) for key in header) + "\n"
+            with open(self.table_path, "a" if self.table else "w") as f:
+                f.write(text)
+            self.table += text
+            self.log(_frame(self.row))
             self._write_events()
         self.epoch += 1
-        self.row, self.last_row = {}, self.row
+        self.row, self.stored = {}, {}
 
     def time(self):
         """Seconds that the run has taken, those before it was resumed included."""
         return time.time() - self.start_time
 
+    def _check_finite(self, name, *arrays):
+        """A NaN or an infinity ends the run before it is saved."""
+        if not all(np.isfinite(x).all() for x in arrays):
+            where = f"on rank {mpi.proc_id()}, after {self.epoch} epochs"
+            raise FloatingPointError(f"{name} is NaN or infinite {where}")
+
     def _write_events(self):
         """The row as TensorBoard scalars, over environment steps."""
-        (old_step, old_time), now = self.charted, time.time()
         step = int(self.row.get("TotalEnvInteracts", self.epoch))
         scalars = {_tag(k): v for k, v in self.row.items() if isinstance(v, int | float)}
-        scalars["charts/SPS"] = (step - old_step) / max(now - old_time, 1e-9)
-        self.charted = step, now
+        scalars["charts/SPS"] = step / self.time()
         values = [Summary.Value(tag=tag, simple_value=v) for tag, v in scalars.items()]
-        self._add_event(step=step, summary=Summary(value=values))
-
-    def _add_event(self, **event):
+        events = [Event(step=step, summary=Summary(value=values))]
         if self.events is None:
             name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
             self.events = RecordWriter(open(self.output_dir / name, "ab"))  # noqa: SIM115
-            self._add_event(file_version="brain.Event:2")
-        self.events.write(Event(wall_time=time.time(), **event).SerializeToString())
+            # TensorBoard is to drop what a killed process wrote from this step on.
+            start = Event(step=step, session_log=SessionLog(status=SessionLog.START))
+            events = [Event(file_version="brain.Event:2"), start, *events]
+        for event in events:
+            event.wall_time = time.time()
+            self.events.write(event.SerializeToString())
         self.events.flush()
 
     # Saving and resuming ------------------------------------------------------------------------
+    #
+    # A resume reads one file, checkpoint.npz: the arguments, the table, the time, the state and the
+    # replay buffers of all ranks. All other files are for people and their programs.
+
+    def save_config(self, config, script=None):
+        """Write config.json: the arguments, and the versions that the numbers depend on.
+
+        Where a run is resumed, `load_state` writes it, once it has compared the arguments.
+
+        Args:
+            config: the script's `Args`, or a dict. `epochs`, `save_freq` and `snapshots` in it set
+                how long the run is, the epochs between saves, and whether to keep policies.
+            script: the script's path; that of the running program, if None.
+        """
+        args = files.convert_json(config)
+        self.epochs = args.get("epochs", 0)
+        self.config = files.describe(args, self.exp_name, script or sys.argv[0])
+        if not self.resume:
+            self._begin()
+
+    def _begin(self):
+        if mpi.proc_id() == 0:
+            files.write_json(self.output_dir / "config.json", self.config)
+            if self.table:
+                files.write_atomically(self.table_path, lambda f: f.write(self.table.encode()))
+            self._write_status("running")
+        self.log(f"Logging to {self.output_dir}")
+
+    def load_state(self, state, buffer=None):
+        """Go back to the checkpoint of a run that is resumed, or write the first one of a new run.
+
+        Args:
+            state, buffer: as in `save_state`; both are changed in place.
+
+        Returns:
+            the number of epochs done, from which the run goes on; all of them if it is finished.
+
+        Raises:
+            UsageError: the run cannot be resumed: it had other arguments or another number of
+                ranks, more epochs are done than there are to be, its checkpoint is damaged or not
+                of this program. No file was changed then.
+        """
+        about, arrays = files.read_checkpoint(self.output_dir) if self.resume else (None, {})
+        if about:
+            self._go_back(about, arrays, state, buffer)
+        if self.resume and not 0 < self.epochs == self.epoch:  # a finished run stays as it is
+            self._begin()
+        if not about:
+            self._write_checkpoint(self._arrays(state), buffer)
+        return self.epoch
+
+    def _go_back(self, about, arrays, state, buffer):
+        """Take over what a checkpoint holds. UsageError if it is not one of this run."""
+        epoch, count, old, now = about["epoch"], about["count"], about["config"], self.config
+        may_change = files.FREE_TO_CHANGE - ({"epochs"} if now.get("anneal_lr") else set())
+        keys = [k for k in sorted({*old, *now} - may_change) if old.get(k) != now.get(k)]
+        wrong = [f"{k} was {old.get(k)}, is {now.get(k)}" for k in keys]
+        if epoch > self.epochs > 0:
+            wrong.append(f"{epoch} epochs are done, --epochs is {self.epochs}")
+        own, own_rows = self._arrays(state), f"buffer/{mpi.proc_id()}"
+        if buffer is not None and epoch != self.epochs:
+            if count is None:
+                wrong.append("it is finished, and its replay buffer is gone")
+            own[own_rows] = buffer.data[:count]
+        if not wrong:
+            fits = lambda k: k in arrays and arrays[k].shape == np.shape(own[k])  # noqa: E731
+            wrong = [f"{k} is missing or of another shape" for k in own if not fits(k)]
+        if wrong:
+            raise UsageError(f"cannot resume {self.output_dir}: {', '.join(wrong)}")
+        for key, version in now["versions"].items():
+            if version != (was := old["versions"].get(key)):
+                self.log(f"WARNING: resuming with {key} {version}; the run began with {was}")
+        for name, part in state.items():
+            part.load_state_dict({key: arrays[f"{name}/{key}"] for key in part.state_dict()})
+        if own_rows in own:
+            buffer.data[:count], buffer.count = arrays[own_rows], count
+        self.epoch, self.table = epoch, about["table"]
+        self.start_time -= about["time"]
 
     def setup_pytorch_saver(self, module):
         """Have `save_state` write a module's state_dict to torch_save/model.pt."""
@@ -278,85 +297,98 @@ class EpochLogger:
 
     def save_due(self):
         """Whether an undisturbed run saves now: every `save_freq` epochs, and after the last."""
-        return self.epoch % self.save_freq == 0 or self.epoch == self.epochs
+        return self.epoch % self.config.get("save_freq", 1) == 0 or self.epoch == self.epochs
 
-    def save_state(self, state, policy=None, judged=None, buffer=None):
+    def save_state(self, state, policy=None, buffer=None):
         """Save the networks, the policy for NumPy, and all that an exact continuation needs.
 
         Args:
             state: what a resumed run has to restore: {name: object}, each with `state_dict()`, a
-                flat dict of this rank's arrays, and `load_state_dict(arrays)`.
+                flat dict of arrays that are equal on all ranks, and `load_state_dict(arrays)`.
             policy: dict for policy.npz, of arrays, numbers and strings. A list `weights` of layers
                 (W [in, out], b [out]) is stored as weight_0, bias_0, weight_1, and so on.
-            judged: the policy that earned the return of the last row, as `policy`, if that is not
-                `policy` but the one before the epoch's update: policy_best.npz is one of those.
-            buffer: the replay buffer, if there is one: `data` [size, width], whose row i % size has
-                the i-th transition, and `count`, the transitions ever stored.
+            buffer: this rank's replay buffer, if there is one: `data` [size, width], whose row
+                i % size has the i-th transition, and `count`, the transitions ever stored. It is
+                left out after the last epoch, since it is large.
 
         Raises:
-            FloatingPointError: on all ranks, if the state holds a NaN or an infinity on any.
+            FloatingPointError: the state of this rank holds a NaN or an infinity.
+            OSError: the disk is full, say; the checkpoint before this one is intact.
         """
-        parts = {name: part.state_dict() for name, part in state.items()}
-        arrays = {f"{name}/{key}": x for name, part in parts.items() for key, x in part.items()}
-        mpi.check_finite(f"epoch {self.epoch - 1}", parameter=arrays)
+        arrays = self._arrays(state)
         if mpi.proc_id() == 0:
             self.save_model()
             if policy is not None:
-                self._save_policies(policy, judged)
-        about = {"headers": self.headers, "time": self.time(), "best": self.best}
-        about["step"] = self.charted[0]
-        arrays |= {f"logger/{key}": value for key, value in about.items()}
-        if buffer is not None:
-            arrays |= {"buffer/data": buffer.data[: buffer.count], "buffer/count": buffer.count}
-        files.save_checkpoint(self.checkpoints, self.epoch, arrays)
-        # The ranks wait for it: one that fails right after this has the last word in status.json.
-        mpi.on_rank_0(self.write_status, "running")
+                policy = {**policy, "epoch": self.epoch}
+                for i, (W, b) in enumerate(policy.pop("weights", [])):
+                    policy |= {f"weight_{i}": W, f"bias_{i}": b}
+                files.write_npz(self.output_dir / "policy.npz", policy)
+                if self.config.get("snapshots") and self.save_due():
+                    files.write_npz(self.output_dir / f"policy_{self.epoch}.npz", policy)
+        self._write_checkpoint(arrays, buffer)
 
-    def _save_policies(self, policy, judged):
-        """Write policy.npz; its snapshots too, at the saves that an undisturbed run makes."""
-        policy = {**policy, "epoch": self.epoch}
-        named = {"policy.npz": policy}
-        if self.snapshots and self.save_due():
-            named[f"policy_{self.epoch}.npz"] = policy
-            keys = ("AverageTestEpRet", "AverageEpRet")
-            test_ret, ret = (self.last_row.get(key, np.nan) for key in keys)
-            ret = ret if np.isnan(test_ret) else test_ret
-            if ret > self.best:
-                self.best = ret
-                named["policy_best.npz"] = {**judged, "epoch": self.epoch - 1} if judged else policy
-        for name, arrays in named.items():
-            for i, (W, b) in enumerate(arrays.get("weights", [])):
-                arrays |= {f"weight_{i}": W, f"bias_{i}": b}
-            flat = {key: x for key, x in arrays.items() if key != "weights"}
-            files.write_npz(self.output_dir / name, flat)
+    def _arrays(self, state):
+        """The arrays of a state by name. FloatingPointError if one holds a NaN or an infinity."""
+        parts = {name: part.state_dict() for name, part in state.items()}
+        arrays = {f"{name}/{key}": x for name, part in parts.items() for key, x in part.items()}
+        self._check_finite("a parameter", *arrays.values())
+        return arrays
 
-    def load_state(self, state, buffer=None):
-        """Go back to the checkpoint of a run that is resumed; nothing happens in a new run.
+    def _write_checkpoint(self, arrays, buffer):
+        about = {"epoch": self.epoch, "config": self.config, "table": self.table}
+        about |= {"time": self.time(), "count": None}
+        last = 0 < self.epochs == self.epoch
+        if buffer is not None and not last:
+            about["count"] = buffer.count
+            rows = mpi.gather(buffer.data[: buffer.count])
+            arrays |= {f"buffer/{rank}": x for rank, x in enumerate(rows)}
+        if mpi.proc_id() == 0:
+            path, previous = self.output_dir / files.CHECKPOINT, self.output_dir / files.PREVIOUS
+            arrays |= {"about": json.dumps(about)}
+            files.write_npz(path, arrays, keep=None if last else previous)
+            if last:
+                previous.unlink(missing_ok=True)
+
+    # The end ------------------------------------------------------------------------------------
+
+    def close(self, status=None, error=None):
+        """End the run, and let other processes have the directory.
 
         Args:
-            state, buffer: as in `save_state`; both are changed in place.
+            status: for status.json; if None, "finished", or "interrupted" if epochs are left.
+            error: why, if the run failed.
 
         Returns:
-            the number of epochs done, from which the run goes on; all of them if it is finished.
+            whether the run is finished.
+        """
+        finished = self.epoch >= self.epochs
+        status = status or ("finished" if finished else "interrupted")
+        if mpi.proc_id() == 0 or error:
+            self._write_status(status, error)
+        self.release()
+        if not error:
+            then = "to watch it, benchmark/test_policy.py" if finished else "to go on, --resume"
+            text = f"{status.capitalize()} after {self.epoch} epochs: {self.output_dir} ({then})"
+            self.log(text)
+        return finished
+
+    def release(self):
+        """Close all files and let other processes have the directory."""
+        for file in filter(None, (self.events, self.lock)):
+            with contextlib.suppress(OSError):  # a full disk
+                file.close()
+
+    def _write_status(self, status, error=None):
+        """Write status.json, which tells people and sweeps how far the run is.
 
         Raises:
-            RuntimeError: the run is resumed, and `save_config` has not looked at it.
+            UsageError: the file that was locked is not the one at its path any more.
         """
-        if not self.looked:
-            raise RuntimeError("save_config comes before load_state")
-        if self.saved is not None:
-            for name, part in state.items():
-                own = {k: x for k, x in self.saved.items() if k.startswith(f"{name}/")}
-                part.load_state_dict({k.removeprefix(f"{name}/"): x for k, x in own.items()})
-            self.headers = self.saved["logger/headers"].tolist()
-            self.best = float(self.saved["logger/best"])
-            self.start_time -= float(self.saved["logger/time"])
-            if buffer is not None:
-                rows, buffer.count = self.saved["buffer/data"], int(self.saved["buffer/count"])
-                buffer.data[: len(rows)] = rows
-            self.saved = None
-            self.log(f"Resuming after epoch {self.epoch}", "yellow")
-        return self.epoch
+        path = self.output_dir / ".lock"
+        if self.lock and not (path.exists() and os.path.samefile(path, self.lock.fileno())):
+            raise UsageError(f"{path} was removed or replaced: another process may write this run")
+        about = {"status": status, "epoch": self.epoch, "epochs": self.epochs, "error": error}
+        files.write_json(self.output_dir / "status.json", about)
 
 
 def _tag(column):
@@ -365,7 +397,7 @@ def _tag(column):
     return TAGS.get(column, f"{'eval' if 'Test' in column else group}/{column}")
 
 
-def _table(row):
+def _frame(row):
     """A row as two aligned columns in a frame."""
     cells = {k: f"{v:.4g}" if isinstance(v, float) else str(v) for k, v in row.items()}
     lines = [f"| {k:>20} | {v:>12} |" for k, v in cells.items()]

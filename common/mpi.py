@@ -6,7 +6,6 @@ lose counts above 2**24. MPI starts at the first call that needs it, never at im
 can still replace the process.
 """
 
-import contextlib
 import functools
 import math
 import os
@@ -30,9 +29,7 @@ def _mpi():
         RuntimeError: mpirun started several processes, and mpi4py does not see them: every one
             would take itself for rank 0 and write over the others.
     """
-    sizes = [
-        os.environ[name] for name in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if name in os.environ
-    ]
+    sizes = [os.environ[k] for k in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if k in os.environ]
     try:
         from mpi4py import MPI
 
@@ -99,46 +96,19 @@ def broadcast(x):
     return x if num_procs() == 1 else _mpi().COMM_WORLD.bcast(x)
 
 
-def allgather(x):
-    """List of every rank's `x` (any small Python object), in order of rank, on every rank."""
-    return [x] if num_procs() == 1 else _mpi().COMM_WORLD.allgather(x)
-
-
-def on_rank_0(call, *args):
-    """Call a function on rank 0 alone, and return on all ranks what it returns there.
-
-    Raises:
-        UsageError: on all ranks, if the function raised it.
-    """
-    result = error = None
-    if proc_id() == 0:
-        try:
-            result = call(*args)
-        except UsageError as e:
-            error = e
-    result, error = broadcast((result, error))
-    if error:
-        raise error
-    return result
-
-
-def barrier(timeout=math.inf):
-    """Wait for all ranks, for `timeout` seconds at most. Returns whether all arrived."""
+def gather(x):
+    """The arrays `x` of all ranks, alike in shape and dtype, [ranks, ...]; only on rank 0."""
     if num_procs() == 1:
-        return True
-    request, deadline = _mpi().COMM_WORLD.Ibarrier(), time.monotonic() + timeout
-    while not request.Test():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
+        return x[None]
+    out = np.empty((num_procs() if proc_id() == 0 else 0, *x.shape), x.dtype)
+    _mpi().COMM_WORLD.Gather(x, out)
+    return out
 
 
 def abort(code):
     """End every rank at once with exit code `code`; with a single rank, end this process."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # where nobody reads any more
-            stream.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     if num_procs() > 1:
         time.sleep(0.5)  # mpirun drops what it has not passed on by then
         _mpi().COMM_WORLD.Abort(code)
@@ -179,26 +149,6 @@ def share(name, total, epoch=math.inf):
     return total // num_procs()
 
 
-def check_finite(when, **values):
-    """Stop all ranks at the same place if any rank holds a NaN or an infinity.
-
-    Args:
-        when: where in the run this is, for the message ("epoch 3").
-        values: a number, an array, or a dict of them, by name.
-
-    Raises:
-        FloatingPointError: on every rank. It names the first bad value, in the order given, and
-            the first rank that holds it: one bad reward soon makes all ranks' parameters bad.
-    """
-    parts = {name: x.values() if isinstance(x, dict) else [x] for name, x in values.items()}
-    bad = [name for name, part in parts.items() if not all(np.isfinite(x).all() for x in part)]
-    if reduce(len(bad)):
-        by_rank = allgather(bad)
-        name = next(name for name in values if any(name in names for names in by_rank))
-        rank = next(rank for rank, names in enumerate(by_rank) if name in names)
-        raise FloatingPointError(f"{name} is NaN or infinite on rank {rank} in {when}")
-
-
 def cores():
     """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -231,7 +181,8 @@ def fork(n):
         n: number of ranks; "auto" for as many as there are cores.
 
     Raises:
-        UsageError: there is no mpirun, or it has started another number of ranks.
+        UsageError: there is no mpirun, it has started another number of ranks, or `n` is more than
+            100 ranks a core.
     """
     if launched():
         if n not in (1, "auto", num_procs()):
@@ -240,6 +191,8 @@ def fork(n):
     n = cores() if n == "auto" else n
     if n == 1:
         return
+    if n > 100 * cores():
+        raise UsageError(f"--num-cpu {n} is too many for {cores()} cores")
     mpirun = find_mpirun()
     if mpirun is None:
         raise UsageError(f"--num-cpu {n} needs mpirun, and there is none on PATH")

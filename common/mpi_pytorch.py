@@ -1,27 +1,19 @@
 """PyTorch's half of the MPI helpers: set-up, averaged gradients, Adam, state for checkpoints."""
 
-import contextlib
-import ctypes
 import io
 import math
-import mmap
 import os
 import shutil
-import sys
 import warnings
 from pathlib import Path
 
 import torch
 
-from common import UsageError, files, mpi
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's malloc.h
-MOV_EAX_1_RET = b"\xb8\x01\x00\x00\x00\xc3"  # `return 1` in x86-64 code
-OF_MKL = ("cos", "erf", "exp", "expm1", "log", "log1p", "sin", "sqrt", "tanh")  # what MKL computes
+from common import UsageError, cpu, files, mpi
 
 
 def setup(device="cpu"):
-    """Prepare this rank: its share of the cores, and what makes PyTorch fast on a CPU.
+    """Prepare this rank, and find the device.
 
     Returns:
         the torch.device of that name; ranks take turns at the GPUs if `device` is plain "cuda".
@@ -29,16 +21,7 @@ def setup(device="cpu"):
     Raises:
         UsageError: there is no such device.
     """
-    torch.set_num_threads(mpi.threads_per_rank())  # ranks that each took all would fight for them
-    # Adam's moments of dead units decay below 1e-38, where CPUs are slow. TensorFlow does the same.
-    torch.set_flush_denormal(True)
-    switch_mkl()
-    # MKL looks for a function's code in its first call. Threads that make it at the same time can
-    # get code of low accuracy, for once (pytorch issue 188792): in one run of some hundreds, with
-    # errors of 1e-4. So one thread makes it.
-    for name in OF_MKL:
-        getattr(torch, name)(torch.ones(1))
-    keep_freed_memory()
+    cpu.tune_torch()
     if device == "cuda" and torch.cuda.is_available():
         device = f"cuda:{mpi.proc_id() % torch.cuda.device_count()}"
     try:
@@ -49,64 +32,15 @@ def setup(device="cpu"):
         raise UsageError(f"--device {device} cannot be used: {str(e).splitlines()[0]}") from e
 
 
-def switch_mkl():
-    """Let MKL run on AMD's CPUs with AVX2 what it keeps for Intel's. Call this before any product.
-
-    MKL, inside PyTorch's library, asks its function mkl_serv_intel_cpu_true, and takes slow code
-    where that returns 0. PyTorch's packagers name the cure, a function that returns 1
-    (pytorch/builder, pull request 1245); here it is written over the loaded one. torch.tanh is 7 to
-    12 times as fast with it, a run of PPO 1.5 times on Zen 5, 1.05 to 1.2 times on Zen 4. Rounding
-    changes. TORCH_MKL_AMD=0 in the environment leaves MKL as it is; so do other CPUs, a PyTorch
-    without MKL, and systems that let no process change its code.
-
-    Returns:
-        "as on Intel" or "default", which config.json notes.
-    """
-    cpu = files.cpuinfo()
-    amd = cpu.get("vendor_id") == "AuthenticAMD" and "avx2" in cpu.get("flags", "")
-    files.versions["mkl"] = "default"
-    if amd and os.environ.get("TORCH_MKL_AMD") != "0":
-        with contextlib.suppress(OSError, AttributeError):
-            library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-            intel_cpu_true = ctypes.CDLL(str(library)).mkl_serv_intel_cpu_true
-            if intel_cpu_true() == 0:
-                _overwrite(ctypes.cast(intel_cpu_true, ctypes.c_void_p).value, MOV_EAX_1_RET)
-            if intel_cpu_true() == 1:
-                files.versions["mkl"] = "as on Intel"
-    return files.versions["mkl"]
-
-
-def _overwrite(address, code):
-    """Replace loaded machine code, where the kernel allows it."""
-    mprotect, read_execute = ctypes.CDLL(None).mprotect, mmap.PROT_READ | mmap.PROT_EXEC
-    start = address & -mmap.PAGESIZE
-    pages = ctypes.c_void_p(start), ctypes.c_size_t(address + len(code) - start)
-    if mprotect(*pages, read_execute | mmap.PROT_WRITE) == 0:
-        ctypes.memmove(address, code, len(code))
-        mprotect(*pages, read_execute)
-
-
-def keep_freed_memory():
-    """Have glibc keep up to 32 MB of freed memory, not 128 kB: activations need it again soon."""
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError):  # another C library
-            for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
-                ctypes.CDLL(None).mallopt(parameter, 32 << 20)
-
-
 def compile(function, device):
     """`torch.compile(function, fullgraph=True)`; on a GPU its graph is captured and replayed.
 
-    `function` returns {name: tensor}.
-
-    The function itself is returned, with a warning, where there is no C++ compiler.
+    `function` returns {name: tensor}. Compilation takes half a minute the first time. The function
+    itself is returned, with a warning, where there is no C++ compiler.
     """
-    if not any(shutil.which(c) for c in (os.environ.get("CXX", "g++"), "c++", "clang++")):
+    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
         warnings.warn("not compiled, and slower: there is no C++ compiler", stacklevel=2)
         return function
-    if mpi.proc_id() == 0:
-        with contextlib.suppress(OSError):  # nobody reads any more
-            print("The first update is compiled: about half a minute the first time.", flush=True)
     torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad may stand in the function
     capture = device.type == "cuda" and mpi.num_procs() == 1  # MPI cannot be part of a CUDA graph
     mode = "reduce-overhead" if capture else "default"
@@ -174,14 +108,14 @@ class Adam:
             if state.is_cuda:  # CUDA graphs change it where it lies
                 torch._dynamo.mark_static_address(state)
 
-    def compute_gradients(self, loss):
-        """The gradients of `loss`, averaged over all ranks with one message: one per parameter."""
+    def minimize(self, loss):
+        """Take one step down the gradient of `loss`, averaged over all ranks with one message."""
         grads = torch.autograd.grad(loss, self.params)
-        return avg_tensors(grads) if self.ranks > 1 else grads
+        self.apply_gradients(avg_tensors(grads) if self.ranks > 1 else grads)
 
     @torch.no_grad()
     def apply_gradients(self, grads):
-        """Take one step with what `compute_gradients` returned."""
+        """Take one step; grads: one tensor per parameter."""
         self.steps += 1
         # beta^t as exp(t log beta): the compiler works an exp out once, a power per parameter.
         correction1 = 1 - torch.exp(self.steps * math.log(self.beta1))
@@ -192,10 +126,6 @@ class Adam:
             m.lerp_(g, 1 - self.beta1)
             v.lerp_(g * g, 1 - self.beta2)
             p -= step_size * m / (torch.sqrt(v) + epsilon)
-
-    def minimize(self, loss):
-        """Take one step down the gradient of `loss`, averaged over all ranks."""
-        self.apply_gradients(self.compute_gradients(loss))
 
     def state_dict(self):
         """The moments and the step count, by name."""

@@ -17,29 +17,25 @@ from common import mpi
 
 
 def _load_tensorflow():
-    """Import TensorFlow, whose libraries write to stderr as they load, whatever one sets.
-
-    Where it is not installed, rank 0 says so in one line and all ranks exit with code 2.
-    """
-    if importlib.util.find_spec("tensorflow") is None:
-        if mpi.proc_id() == 0:
-            hint = "TensorFlow is not installed: `pip install -r requirements.txt` installs it"
-            print(f"{os.path.basename(sys.argv[0])}: error: {hint}", file=sys.stderr)
-        sys.exit(2)
+    """Import TensorFlow, whose libraries write to stderr as they load, whatever one sets."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # its exceptions say what matters
-    stderr = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
+    stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
     try:
         import tensorflow.compat.v1 as tf
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
+        os.close(nowhere)
     tf.logging.set_verbosity(tf.logging.ERROR)
     tf.disable_eager_execution()
     return tf
 
 
+if importlib.util.find_spec("tensorflow") is None:
+    if mpi.proc_id() == 0:
+        print("TensorFlow is missing: pip install -r requirements.txt", file=sys.stderr)
+    sys.exit(2)
 tf = _load_tensorflow()
 
 
@@ -77,15 +73,11 @@ def assign_params_from_flat(x, params):
     return tf.group([tf.assign(p, value) for p, value in pairs])
 
 
-def sync_params(params):
-    """An op that gives every rank rank 0's values of some float32 variables."""
-    synced = tf.numpy_function(mpi.broadcast, [flat_concat(params)], tf.float32)
-    return assign_params_from_flat(tf.reshape(synced, [-1]), params)
-
-
 def sync_all_params():
     """An op that gives every rank rank 0's values of all float32 variables."""
-    return sync_params([p for p in tf.global_variables() if p.dtype.base_dtype == tf.float32])
+    params = [p for p in tf.global_variables() if p.dtype.base_dtype == tf.float32]
+    synced = tf.numpy_function(mpi.broadcast, [flat_concat(params)], tf.float32)
+    return assign_params_from_flat(tf.reshape(synced, [-1]), params)
 
 
 def avg_tensor(x):

@@ -20,11 +20,11 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from common import UsageError, files, mpi
-from common.args import check_args, parse_args
-from common.logger import EpochLogger
+from common import UsageError, mpi
+from common.args import parse_args
+from common.logger import EpochLogger, setup_logger_kwargs
 
-_logger = None  # of the run, which `abandon` is about
+_logger = None  # of the run that is open
 stop_signal = None  # the signal that asked this process to stop
 
 # The run ----------------------------------------------------------------------------------------
@@ -33,57 +33,58 @@ stop_signal = None  # the signal that asked this process to stop
 def main(train, Args):
     """Run a script: read its flags, relaunch under mpirun if asked, train, set the exit code."""
     global stop_signal
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it was closed, as by `>&-`
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-    sys.stdout.reconfigure(errors="backslashreplace")  # as stderr does: any path can be printed
     sys.path.append("")  # so that --env-id finds modules in the current directory
-    script, args = os.path.basename(sys.argv[0]), None
     try:
         args = parse_args(Args)
         mpi.fork(args.num_cpu)
         catch_signals()
         finished = train(args)
-    except UsageError as e:
-        all_agree = mpi.barrier(timeout=5)
-        if mpi.proc_id() == 0 or not all_agree:
-            tell(f"{script}: error: {e}")
-        if not all_agree:
-            mpi.abort(2)
-        sys.exit(2)
-    except BaseException:
-        if args is None:  # --help
-            raise
-        # Without an abort the other ranks would wait forever, even if an environment called
-        # sys.exit.
-        where = f" on rank {mpi.proc_id()} of {mpi.num_procs()}" if mpi.num_procs() > 1 else ""
-        tell(f"{script}: failed{where}\n{traceback.format_exc()}")
-        mpi.abort(1)
+    except (UsageError, MemoryError) as e:  # NumPy says in a line which array was too large
+        fail(f"error: {' '.join(str(e).split())}", 2)
+    except KeyboardInterrupt as e:
+        fail(str(e), 128 + (stop_signal or signal.SIGINT))
+    except Exception:
+        fail(f"failed on rank {mpi.proc_id()} of {mpi.num_procs()}\n{traceback.format_exc()}", 1)
     signum, stop_signal = stop_signal, None  # a later run of this process is not to stop
     if not finished:
         sys.exit(128 + (signum or signal.SIGTERM))
 
 
+def fail(text, code):
+    """Say why, and end all ranks: the others would wait for this one forever."""
+    time.sleep(2 if mpi.proc_id() else 0)  # what happens on all ranks, rank 0 says for all
+    text = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
+    print(f"{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
+    mpi.abort(code)
+
+
 def experiment(train):
     """Decorate a script's `train(args)`, which is called from its command line or from Python.
 
-    The arguments are checked before anything else happens. However `train` is left, status.json
-    says how, and the run directory is free for the next run.
+    However `train` is left, status.json says how, and the run directory is free for the next run.
     """
 
     @functools.wraps(train)
-    def checked_train(args):
-        check_args(args)
+    def noted_train(args):
+        global _logger
         if args.num_cpu not in (1, "auto") and mpi.num_procs() == 1:
             raise UsageError(f"--num-cpu {args.num_cpu}: start Python with mpirun for more ranks")
         try:
             return train(args)
         except BaseException as e:
-            status = "interrupted" if isinstance(e, KeyboardInterrupt) else "failed"
-            abandon(status, str(e) if isinstance(e, UsageError) else f"{type(e).__name__}: {e}")
+            if _logger and not isinstance(e, UsageError):
+                status = "interrupted" if isinstance(e, KeyboardInterrupt) else "failed"
+                with contextlib.suppress(Exception):  # the disk may be what failed
+                    _logger.close(status, f"{type(e).__name__}: {e}")
+            if isinstance(e, SystemExit):  # an environment's, which would end this rank alone
+                raise RuntimeError("something called sys.exit") from e
             raise
+        finally:
+            if _logger:
+                _logger.release()
+            _logger = None
 
-    return checked_train
+    return noted_train
 
 
 def start(args, script):
@@ -97,32 +98,16 @@ def start(args, script):
         an EpochLogger.
 
     Raises:
-        UsageError: see `EpochLogger` and `EpochLogger.save_config`.
+        UsageError: see `EpochLogger`.
     """
     global _logger
     exp_name = args.exp_name or re.sub(r"[^\w.-]", "_", f"{Path(script).stem}_{args.env_id}")
-    kwargs = files.setup_logger_kwargs(exp_name, args.seed, args.data_dir, args.datestamp)
-    if not isinstance(args.resume, bool):
-        kwargs["output_dir"] = str(args.resume)
-    elif args.datestamp and args.resume:
-        raise UsageError("--datestamp makes a new directory: give --resume the directory itself")
-    logger = EpochLogger(**kwargs, resume=args.resume, overwrite=args.overwrite)
-    try:
-        logger.save_config(args, script)
-    except UsageError:
-        logger.release()
-        raise
-    _logger = logger
-    return logger
-
-
-def abandon(status, error):
-    """Write down how the open run ended, from any rank, and close it, if one is open."""
-    if _logger is not None and not _logger.closed:
-        # The disk may be what failed: then the way out must not fail too.
-        with contextlib.suppress(Exception):
-            _logger.write_status(status, error)
-        _logger.release()
+    kwargs = setup_logger_kwargs(exp_name, args.seed, args.data_dir, args.datestamp)
+    if isinstance(args.resume, str):
+        kwargs["output_dir"] = args.resume
+    _logger = EpochLogger(**kwargs, resume=bool(args.resume), overwrite=args.overwrite)
+    _logger.save_config(args, script)
+    return _logger
 
 
 def catch_signals():
@@ -135,12 +120,12 @@ def catch_signals():
     def on_signal(signum, frame):
         nonlocal first
         global stop_signal
+        name = signal.Signals(signum).name
         if time.monotonic() > first + 1:
-            abandon("interrupted", f"signal {signum}, twice")
-            os._exit(128 + signum)
-        if stop_signal is None and mpi.proc_id() == 0:
-            name = signal.Signals(signum).name
-            tell(f"\n{name}: stopping at the end of this epoch; once more stops at once")
+            raise KeyboardInterrupt(f"{name}, twice")
+        if stop_signal is None and mpi.proc_id() == 0:  # no print, which this may have interrupted
+            text = f"\n{name}: stopping at the end of this epoch; once more stops at once\n"
+            os.write(2, text.encode())
         stop_signal, first = signum, min(first, time.monotonic())
 
     mpi.proc_id()  # MPI installs a SIGUSR1 handler of its own when it starts: ours comes after it
@@ -153,17 +138,13 @@ def stop_requested():
     return mpi.reduce(stop_signal is not None) > 0
 
 
-def tell(text):
-    """Write a line to stderr. That nobody reads it is no error."""
-    with contextlib.suppress(OSError):  # no print: a signal's handler could interrupt another one
-        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
-
-
 # The environment --------------------------------------------------------------------------------
 
 
 def make_env(env_id, env_kwargs, action_spaces, bounded=False):
     """Make the environment. Observations of all supported spaces are flattened to vectors.
+
+    Gymnasium checks the first reset and step, and warns of what does not fit the spaces.
 
     Args:
         env_id: a Gymnasium id, `package:Name-v0` to import a package first.
@@ -178,43 +159,27 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
     try:
         with warnings.catch_warnings():  # that v4 is not the newest: results compare with v4's
             warnings.filterwarnings("ignore", ".*is out of date.*")
-            # gymnasium's checker is for those who write environments, and slows every step.
-            env = gym.make(env_id, disable_env_checker=True, **env_kwargs)
+            env = gym.make(env_id, **env_kwargs)
     except Exception as e:  # whatever a constructor raises
-        why = f"{type(e).__name__}: {files.printable(e)}"
-        raise UsageError(f"cannot make {env_id}: {why}") from e
-    obs_space, space, wrong = env.observation_space, env.action_space, None
-    if not obs_space.is_np_flattenable:
-        wrong = f"{type(obs_space).__name__} observations, which no vector can hold"
-    elif len(obs_space.shape or ()) > 1 and obs_space.dtype == np.uint8:
-        wrong = "images as observations: these networks take vectors"
-    elif not spaces.flatdim(obs_space):
-        wrong = "empty observations: expected at least one number"
-    elif not isinstance(space, action_spaces):
-        names = ", ".join(kind.__name__ for kind in action_spaces)
-        wrong = f"{type(space).__name__} actions; supported: {names}"
-    elif bounded and not (np.abs(np.float64([space.low, space.high])) < 1e30).all():
-        wrong = "actions without bounds: there is no scale to act on"
-    elif isinstance(space, spaces.Box) and space.dtype.kind != "f":
-        wrong = "integer actions in a Box; supported: real numbers"
-    if wrong:
-        raise UsageError(f"{env_id} has {wrong}")
-    if not isinstance(obs_space, spaces.Box) or len(obs_space.shape) != 1:
-        env = gym.wrappers.FlattenObservation(env)
-    return CheckedEnv(env)
+        raise UsageError(f"cannot make {env_id}: {type(e).__name__}: {e}") from e
+    space = env.action_space
+    fits = isinstance(space, action_spaces) and env.observation_space.is_np_flattenable
+    if fits and isinstance(space, spaces.Box):
+        limits = np.float64([space.low, space.high])
+        fits = space.dtype.kind == "f" and (not bounded or (np.abs(limits) < 1e30).all())
+    if not fits:
+        names = " or ".join(kind.__name__ for kind in action_spaces)
+        actions = f"{names} actions of real numbers{', with bounds' if bounded else ''}"
+        text = f"{env_id} has {env.observation_space} and {space}"
+        raise UsageError(f"{text}; supported: observations that a vector can hold, and {actions}")
+    return RepeatableEnv(gym.wrappers.FlattenObservation(env))
 
 
-class CheckedEnv(gym.Wrapper):
-    """Refuses NaN and infinity, observations of another shape than promised, and what is no number.
+class RepeatableEnv(gym.Wrapper):
+    """Has a reset with a seed also seed `random`, `np.random` and the spaces.
 
-    NumPy would broadcast some of these without an error: one number fills a whole row. Observations
-    are copies, since an environment may write the next one into the same array. A reset with a seed
-    also seeds `random`, `np.random` and the spaces, which an environment may draw from.
+    An environment may draw from them. Rewards and ends, also in arrays of one, become Python's.
     """
-
-    def __init__(self, env):
-        super().__init__(env)
-        self.shape = env.observation_space.shape
 
     def reset(self, seed=None, **kwargs):
         if seed is not None:
@@ -223,40 +188,11 @@ class CheckedEnv(gym.Wrapper):
             with contextlib.suppress(AttributeError):  # spaces that only a wrapper has
                 self.env.unwrapped.action_space.seed(seed)
                 self.env.unwrapped.observation_space.seed(seed)
-        o, info = self.env.reset(seed=seed, **kwargs)
-        return self.checked(o), info
+        return self.env.reset(seed=seed, **kwargs)
 
     def step(self, action):
-        check_numbers("action", action)
         o, r, terminated, truncated, info = self.env.step(action)
-        o = self.checked(o)
-        check_numbers("reward", r)
-        if not isinstance(r, float):  # an integer, or an array of one number
-            r = np.asarray(r, dtype=float).item()
-        return o, r, bool(terminated), bool(truncated), info
-
-    def checked(self, o):
-        o = np.array(o)
-        if o.shape != self.shape:
-            wrong = f"gave an observation of shape {o.shape}, not {self.shape}"
-            raise ValueError(f"{self.spec.id} {wrong} as its observation_space says")
-        check_numbers("observation", o)
-        return o
-
-
-def check_numbers(name, x):
-    """Raise FloatingPointError if a number or an array holds a NaN or an infinity.
-
-    Raises TypeError if it holds something else than numbers.
-    """
-    # One product is quicker than looking at each element, and is finite if all of them are, unless
-    # it overflows.
-    try:
-        finite = math.isfinite(np.vdot(x, x)) or np.isfinite(x).all()
-    except (AttributeError, TypeError, ValueError) as e:
-        raise TypeError(f"{name} must be numeric, not {files.printable(repr(x), 80)}") from e
-    if not finite:
-        raise FloatingPointError(f"{name} is NaN or infinite")
+        return o, np.float64(r).item(), bool(terminated), bool(truncated), info
 
 
 class RunningMeanStd:

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.files import read_npz
+from benchmark.reading import read_npz
 
 ON_POLICY = [f"{algo}_{f}" for algo in ("vpg", "trpo", "ppo") for f in ("torch", "tf1")]
 OFF_POLICY = [f"{algo}_{f}" for algo in ("ddpg", "td3", "sac") for f in ("torch", "tf1")]
@@ -88,6 +88,8 @@ class Args:
     resume: bool = False
     overwrite: bool = False
     epochs: int = 2
+    save_freq: int = 1
+    snapshots: bool = False
     lr: float = 0.1
     anneal_lr: bool = False
 
@@ -152,10 +154,18 @@ def read_status(directory):
     return json.loads(Path(directory, "status.json").read_text())
 
 
-def saved_epochs(directory):
-    """Epochs that a run has checkpoints of, and 0, from which it can start at any time."""
-    paths = Path(directory).glob("checkpoint/epoch_*_rank_0.npz")
-    return [0, *sorted(int(path.name[6:12]) for path in paths)]
+def checkpoint(directory):
+    """What a run would be resumed from, by name; {"epoch": 0} where there is nothing yet."""
+    for name in ("checkpoint.npz", "checkpoint_previous.npz", "checkpoint.npz"):
+        with contextlib.suppress(FileNotFoundError):  # as it is being replaced
+            arrays = read_npz(Path(directory, name))
+            return json.loads(str(arrays.pop("about"))) | arrays
+    return {"epoch": 0}
+
+
+def saved_epoch(directory):
+    """The number of epochs after which a run was saved last."""
+    return int(checkpoint(directory)["epoch"])
 
 
 def contents(directory):
@@ -191,11 +201,6 @@ def kill_all(pid):
     for p in (process, *process.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
             p.kill()
-
-
-def rank_state(directory, rank=0):
-    """What the newest checkpoint of a run holds of a rank: {name: array}, `networks/...`."""
-    return read_npz(sorted(directory.glob(f"checkpoint/epoch_*_rank_{rank}.npz"))[-1])
 
 
 def saved_model(directory, **inputs):

@@ -6,11 +6,13 @@ Return after epoch k with seed s: 100 s + k, whatever was interrupted on the way
 
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Literal
 
 sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
+from pydantic.dataclasses import dataclass
 
 from common import UsageError, run
 from common.args import JsonDict, NonNegFloat, NonNegInt, PosInt, Sizes, Unit

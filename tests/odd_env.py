@@ -22,7 +22,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box
 
-from common import mpi
+from common import logger, mpi
 
 
 class Fault:
@@ -47,8 +47,10 @@ class Fault:
                     script.GAEBuffer.get = self.happen
                 else:
                     script.ReplayBuffer.sample = self.happen
-            elif self.where == "save":
+            elif self.where == "save" and mpi.proc_id() == 0:
                 os.fsync = self.fsync
+            elif self.where == "save":
+                logger.EpochLogger.save_state = self.happen
 
     def reset(self, env):
         if env is self.env and env.steps >= self.at > 0 and self.where == "reset":
@@ -56,12 +58,12 @@ class Fault:
 
     def fsync(self, fd, real=os.fsync):
         """In the middle of a save: the checkpoint is written and has no name yet."""
-        if "checkpoint/.epoch_" in os.readlink(f"/proc/self/fd/{fd}"):
+        if ".checkpoint.npz" in os.readlink(f"/proc/self/fd/{fd}"):
             os.fsync = real
             self.happen()
         real(fd)
 
-    def happen(self, *args):
+    def happen(self, *args, **kwargs):
         Path(self.told).write_text(str(time.time()))
         if self.how.startswith("sig"):
             self.signal(*self.how.split("_"))
@@ -136,7 +138,7 @@ class Odd(gym.Env):
         return self.obs() if self.kind == "old reset" else (self.obs(), {})
 
     def step(self, action):
-        assert self.action_space.contains(action), action
+        assert self.action_space.contains(action) or np.isnan(action).any(), action
         self.steps, self.len = self.steps + 1, self.len + 1
         fault.step(self)
         rewards = {"nan reward": np.nan, "infinite reward": np.inf, "huge reward": 1e38}

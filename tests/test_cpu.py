@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, run, run_dir
 
-from common import files, mpi_pytorch
+from common import cpu
 
 LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
@@ -21,9 +21,9 @@ NUMBERS = f"""
 import json, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from common import files, mpi_pytorch
-mpi_pytorch.setup()
-mkl = files.versions["mkl"]
+from common import cpu
+cpu.tune_torch()
+mkl = cpu.mkl
 x, w = (torch.randn(n, 256, generator=torch.Generator().manual_seed(n)) for n in (512, 300))
 functions = torch.tanh, torch.exp, torch.sin, lambda x: x @ w.T.to(x) / 16, lambda x: x.std(0)
 errors = []
@@ -52,7 +52,7 @@ def test_numbers_agree_with_the_plain_path():
         assert max(errors) < 3e-6 and writable == []
         assert mkl == "default" or intel == 1
     assert plain[0] == "default"
-    if plain[1] == 0 and "AMD" in files.cpu_name() and hasattr(os, "sched_getaffinity"):
+    if plain[1] == 0 and "AMD" in cpu.name() and hasattr(os, "sched_getaffinity"):
         assert switched[:2] == ["as on Intel", 1]
 
 
@@ -60,7 +60,7 @@ FIRST_CALLS = f"""
 import os, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-from common import mpi, mpi_pytorch
+from common import cpu, mpi
 mpi.threads_per_rank = lambda: 4
 x, wrong = torch.rand(1 << 14), 0
 for _ in range(75):
@@ -68,7 +68,7 @@ for _ in range(75):
     for _ in range(8):
         children.append(os.fork())
         if children[-1] == 0:
-            mpi_pytorch.setup()
+            cpu.tune_torch()
             torch.relu(x)  # wakes all threads
             error = float((torch.exp(x) - torch.exp(x.double())).abs().max())
             os._exit(error > 1e-5)
@@ -79,8 +79,8 @@ print(wrong)
 
 @pytest.mark.slow
 def test_first_calls_are_as_accurate_as_all_others():
-    """Also where several threads make them at once. Without the calls in `setup` this goes wrong at
-    random, in one process of some hundreds; so there are 600."""
+    """Also where several threads make them at once. Without the calls in `tune_torch` this goes
+    wrong at random, in one process of some hundreds; so there are 600."""
     command = [sys.executable, "-c", FIRST_CALLS]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "0\n"
 
@@ -90,7 +90,7 @@ def test_first_calls_are_made_of_all_functions_in_use():
     used = set(re.findall(r"torch\.(\w+)\(", "".join(texts)))
     of_mkl = {"acos", "asin", "atan", "cos", "erf", "erfc", "exp", "expm1", "log", "log10", "log1p"}
     of_mkl |= {"log2", "sin", "sqrt", "tan", "tanh"}  # aten/src/ATen/cpu/vml.h
-    assert {"exp", "sqrt", "tanh"} <= used & of_mkl <= set(mpi_pytorch.OF_MKL)
+    assert {"exp", "sqrt", "tanh"} <= used & of_mkl <= set(cpu.OF_MKL)
 
 
 AMD = "vendor_id: AuthenticAMD\ncpu family: 25\nmodel: 17\nmodel name: X\nflags: avx2\n\nx: 1\n"
@@ -122,15 +122,11 @@ def test_other_cpus_and_libraries_are_left_alone(tmp_path, monkeypatch, kind):
         cpuinfo.write_text(info)
     if kind == "off":
         monkeypatch.setenv("TORCH_MKL_AMD", "0")
-    monkeypatch.setattr(
-        files, "Path", lambda path: cpuinfo if path == "/proc/cpuinfo" else Path(path)
-    )
+    monkeypatch.setattr(cpu, "Path", lambda path: cpuinfo)
     opened = mock.Mock(side_effect=[LIBRARIES.get(kind)] * 2)
-    monkeypatch.setattr(mpi_pytorch.ctypes, "CDLL", opened)
-    mkl = mpi_pytorch.switch_mkl()
-    assert files.cpu_name() == (
-        "AuthenticAMD X (family 25, model 17)" if info == AMD else "unknown"
-    )
+    monkeypatch.setattr(cpu.ctypes, "CDLL", opened)
+    mkl = cpu.switch_mkl(LIBRARY)
+    assert cpu.name() == ("AuthenticAMD X (family 25, model 17)" if info == AMD else "unknown")
     assert mkl == "default" and opened.called == (kind in LIBRARIES)
 
 
@@ -138,4 +134,4 @@ def test_config_names_cpu_and_mkl(tmp_path):
     flags = ["--epochs", 1, "--steps-per-epoch", 100, "--data-dir", tmp_path, "--exp-name", "x"]
     run("ppo_torch", "--env-id", "CartPole-v1", *flags, env={"TORCH_MKL_AMD": "0"})
     versions = json.loads((run_dir(tmp_path, "x") / "config.json").read_text())["versions"]
-    assert versions["mkl"] == "default" and versions["cpu"] == files.cpu_name() != ""
+    assert versions["mkl"] == "default" and versions["cpu"] == cpu.name() != ""

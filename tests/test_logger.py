@@ -10,22 +10,13 @@ from unittest import mock
 import numpy as np
 import pandas as pd
 import pytest
-from conftest import (
-    OFF_POLICY,
-    ROOT,
-    Args,
-    contents,
-    load_script,
-    mpi,
-    read_status,
-    run_dir,
-    saved_model,
-)
+from conftest import ROOT, Args, contents, mpi, read_status, saved_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from common import UsageError, files, run
-from common.files import read_json, setup_logger_kwargs
-from common.logger import EpochLogger
+from benchmark.reading import read_json
+from common import UsageError, cpu, files, run
+from common import mpi as helpers
+from common.logger import EpochLogger, setup_logger_kwargs
 
 
 def one_epoch(logger, epoch, returns):
@@ -59,7 +50,13 @@ def save(logger):
 
 
 def start(tmp_path, **kwargs):
-    return run.start(Args(data_dir=str(tmp_path), **kwargs), "algos/some_script.py")
+    logger = run.start(Args(data_dir=str(tmp_path), **kwargs), "algos/some_script.py")
+    try:
+        logger.load_state({})
+    except UsageError:
+        logger.release()
+        raise
+    return logger
 
 
 def test_directories(tmp_path, monkeypatch):
@@ -101,7 +98,7 @@ def test_files_of_a_run(tmp_path, capsys):
         assert int(policy["epoch"]) == 2
     out = capsys.readouterr().out
     assert re.search(r"^\| +AverageEpRet \| +2 \|$", out, re.MULTILINE)
-    assert "\x1b" not in out  # no terminal, no colours
+    assert f"Finished after 2 epochs: {logger.output_dir} (to watch it, " in out.splitlines()[-1]
 
 
 def test_tensorboard_reads_the_events(tmp_path):
@@ -111,7 +108,7 @@ def test_tensorboard_reads_the_events(tmp_path):
     one_epoch(logger, 1, [5.0])  # no checkpoint after this row: a resumed run makes it again
     logger.release()
     logger = start(tmp_path, resume=True)
-    assert logger.load_state({}) == logger.epoch == 1
+    assert logger.epoch == 1
     one_epoch(logger, 1, [7.0])
     logger.close()
     events = EventAccumulator(str(logger.output_dir)).Reload()
@@ -174,7 +171,7 @@ def test_a_run_is_never_written_over(tmp_path):
     with pytest.raises(UsageError, match="holds a run: --resume continues it, --overwrite repl"):
         start(tmp_path)
     resumed = start(tmp_path, resume=True)
-    assert resumed.finished and resumed.close()  # a no-op
+    assert resumed.epoch == 2 and resumed.close()  # a no-op
     with pytest.raises(UsageError, match="2 epochs are done, --epochs is 1"):
         start(tmp_path, resume=True, epochs=1)
     with pytest.raises(UsageError, match="exclude each other"):
@@ -182,7 +179,7 @@ def test_a_run_is_never_written_over(tmp_path):
     assert before == contents(tmp_path)
     start(tmp_path, overwrite=True).close()
     names = {path.name for path in logger.output_dir.iterdir()}
-    assert names == {".lock", "config.json", "status.json", "notes.md"}
+    assert names == {".lock", "config.json", "status.json", "checkpoint.npz", "notes.md"}
 
 
 def test_a_directory_that_cannot_be_locked_or_is_elsewhere(tmp_path, monkeypatch):
@@ -193,29 +190,50 @@ def test_a_directory_that_cannot_be_locked_or_is_elsewhere(tmp_path, monkeypatch
     assert not (tmp_path / "run/checkpoint").exists() and (tmp_path / "scratch").exists()
     no_flock = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     monkeypatch.setattr(files.fcntl, "flock", no_flock)
-    with pytest.raises(UsageError, match=r"cannot lock .*run: No locks available"):
+    with pytest.raises(UsageError, match=r"cannot write to .*run: .*No locks available"):
         files.claim(tmp_path / "run", False, False)
 
 
-def test_what_may_change_on_resume(tmp_path, capsys):
-    """Not the arguments; versions and threads with a warning; epochs, if there are checkpoints."""
+def test_another_process_that_took_the_directory(tmp_path):
+    """Once its lock is removed, a process that is still at work writes no more."""
+    logger = start(tmp_path)
+    (logger.output_dir / ".lock").unlink()
+    epochs(second := start(tmp_path, resume=True), 1)
+    before = contents(tmp_path)
+    with pytest.raises(UsageError, match=r"\.lock was removed or replaced: another process may"):
+        epochs(logger, 1)
+    shutil.rmtree(logger.output_dir)
+    with pytest.raises(UsageError, match="removed or replaced"):
+        epochs(second, 1)
+    assert before and not contents(tmp_path)
+    logger.release()
+    second.release()
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with monkeypatch.context() as m:
+        m.setattr(files, "print", full, raising=False)
+        with pytest.raises(UsageError, match=r"cannot write to .*No space left"):
+            files.claim(tmp_path / "new" / "run", False, False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_may_change_on_resume(tmp_path, monkeypatch, capsys):
+    """Not the arguments; versions and threads with a warning; epochs."""
     logger = start(tmp_path)
     epochs(logger, 2)
     logger.close()
     with pytest.raises(UsageError, match=r"cannot resume .*: lr was 0.1, is 0.2"):
         start(tmp_path, resume=True, lr=0.2)
-    path = logger.output_dir / "config.json"
-    text = path.read_text().replace(f'"numpy": "{np.__version__}"', '"numpy": "1.0"')
-    path.write_text(re.sub('"threads": .', '"threads": 9', text))
+    monkeypatch.setattr(cpu, "name", lambda: "another")
+    monkeypatch.setattr(helpers, "threads_per_rank", lambda: 9)
     logger = start(tmp_path, resume=True, epochs=3)
-    assert logger.load_state({}) == 2 and not logger.finished
-    said = rf"numpy {np.__version__}; the run began with 1.0\s.*threads \d+; the run began with 9\s"
+    assert logger.epoch == 2 and read_json(logger.output_dir / "config.json")["epochs"] == 3
+    said = r"with cpu another; the run began with .+\s.*with threads 9; the run began with \d+\s"
     assert re.search(said, capsys.readouterr().out)
     epochs(logger, 1)
-    assert logger.close(clear=True)
-    with pytest.raises(UsageError, match=r"cannot resume .*3 epochs are done, and their checkp"):
-        start(tmp_path, resume=True, epochs=4)
-    assert start(tmp_path, resume=True, epochs=3).finished
+    assert logger.close() and start(tmp_path, resume=True, epochs=3).close()
 
 
 def test_annealing_fixes_the_number_of_epochs(tmp_path):
@@ -229,42 +247,31 @@ def test_resume_drops_rows_without_checkpoint(tmp_path):
     one_epoch(logger, 0, [1.0])
     save(logger)
     one_epoch(logger, 1, [2.0])
-    before = logger.output_path.read_text()
-    logger.output_path.write_text(before + "2\t3.0\t")  # killed in the middle of a row
+    before = logger.table_path.read_text()
+    logger.table_path.write_text(before + "2\t3.0\t")  # killed in the middle of a row
     logger.release()
     logger = start(tmp_path, epochs=9, resume=True)
-    assert logger.load_state({}) == 1
-    assert logger.output_path.read_text() == "".join(before.splitlines(keepends=True)[:2])
+    assert logger.epoch == 1
+    assert logger.table_path.read_text() == "".join(before.splitlines(keepends=True)[:2])
     one_epoch(logger, 1, [2.0])
-    logger.close()
-    assert pd.read_csv(logger.output_path, sep="\t").Epoch.tolist() == [0, 1]
+    assert not logger.close() and read_status(logger.output_dir)["status"] == "interrupted"
+    assert pd.read_csv(logger.table_path, sep="\t").Epoch.tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("status", [None, "failed"])
-def test_ended_before_the_first_save(tmp_path, status):
-    """Killed before it could write a status, or failed after an epoch: it starts anew."""
-    logger = start(tmp_path)
-    if status:
-        one_epoch(logger, 0, [1.0])
-        logger.write_status(status)
-    else:
-        (logger.output_dir / "status.json").unlink()
+@pytest.mark.parametrize("rows", [None, 0, 2])
+def test_ended_before_the_first_save(tmp_path, rows):
+    """Before its networks were made, too: it starts anew; its table goes with the first row."""
+    if rows is None:
+        run.start(Args(data_dir=str(tmp_path)), "algos/some_script.py").release()
+    logger = start(tmp_path, resume=rows is None)
+    for i in range(rows or 0):
+        one_epoch(logger, i, [1.0])
     logger.release()
     logger = start(tmp_path, resume=True)
-    assert logger.load_state({}) == 0 and not logger.finished
-    assert not logger.output_path.exists() and read_status(logger.output_dir)["epoch"] == 0
-
-
-def test_a_stopped_run_whose_checkpoints_are_gone_is_refused(tmp_path):
-    """It did not fail in its first save: starting anew would lose its table."""
-    logger = start(tmp_path, epochs=9)
-    epochs(logger, 1)
-    assert not logger.close() and read_status(logger.output_dir)["status"] == "interrupted"
-    shutil.rmtree(logger.checkpoints)
-    before = contents(tmp_path)
-    with pytest.raises(UsageError, match="1 epochs are done, and their checkpoints are gone"):
-        start(tmp_path, resume=True, epochs=9)
-    assert contents(tmp_path) == before
+    assert logger.epoch == 0
+    one_epoch(logger, 0, [2.0])
+    assert pd.read_csv(logger.table_path, sep="\t").AverageEpRet.tolist() == [2.0]
+    logger.release()
 
 
 def test_a_full_disk_does_not_keep_the_lock(tmp_path):
@@ -275,16 +282,6 @@ def test_a_full_disk_does_not_keep_the_lock(tmp_path):
     start(tmp_path, resume=True).release()
 
 
-def test_a_full_disk_has_room_for_the_status(tmp_path, monkeypatch):
-    """Where no new file can be written, the old status.json is written over."""
-    logger = start(tmp_path, epochs=1234567)
-    full = OSError(errno.ENOSPC, "No space left on device")
-    monkeypatch.setattr(files, "write_atomically", mock.Mock(side_effect=full))
-    run.abandon("failed", str(full))
-    state = read_status(logger.output_dir)
-    assert (state["status"], state["error"]) == ("failed", str(full))
-
-
 @pytest.mark.parametrize("key", ["LossV", "DeltaLossPi", "TestEpRet"])
 def test_losses_and_returns_are_finite(tmp_path, key):
     """One that is not stops the run before its row is written; one that nobody stored does not."""
@@ -293,9 +290,9 @@ def test_losses_and_returns_are_finite(tmp_path, key):
     logger.dump_tabular()
     logger.store(**{key: 1.0})
     logger.store(**{key: np.array([0.5, -np.inf])})
-    with pytest.raises(FloatingPointError, match=f"{key} is NaN or infinite on rank 0 in epoch 1"):
+    with pytest.raises(FloatingPointError, match=f"{key} is NaN or infinite on rank 0, after"):
         logger.log_tabular(key, average_only=True)
-    assert pd.read_csv(logger.output_path, sep="\t")[key].isna().tolist() == [True]
+    assert pd.read_csv(logger.table_path, sep="\t")[key].isna().tolist() == [True]
     logger.close()
 
 
@@ -314,69 +311,39 @@ def test_no_episode_ended(tmp_path, capsys):
     for returns in ([1.0], [], [], [2.0]):
         one_epoch(logger, logger.epoch, returns)
     out = capsys.readouterr().out
-    assert out.count("WARNING: no episode ended in epoch 1, so EpRet is nan") == 1
+    assert out.count("WARNING: no episode ended in an epoch, so EpRet is nan") == 1
     assert out.count("WARNING") == 1 and "raise --steps-per-epoch" in out
 
 
-# Snapshots ----------------------------------------------------------------------------------------
+def test_what_is_stored_and_not_logged(tmp_path, capsys):
+    """A line names it, once; it is not in the next epoch's statistics."""
+    logger = EpochLogger(tmp_path / "run")
+    for i in range(3):
+        logger.store(Bonus=i)
+        if i == 2:
+            logger.log_tabular("Bonus", average_only=True)
+        else:
+            logger.row["Bonus"] = 0
+        logger.dump_tabular()
+    assert capsys.readouterr().out.count("Bonus was stored, and log_tabular('Bonus') was not") == 1
+    assert pd.read_csv(logger.table_path, sep="\t").Bonus.tolist() == [0, 0, 2]
 
-RETURNS = [1.0, 5.0, 3.0, 9.0, 4.0, 2.0, 6.0]
 
-
-def snapshots(tmp_path, kills=(), test=None):
-    """{file name: epoch in it} of a run that saves every other epoch, killed after some epochs."""
+@pytest.mark.parametrize("kills", [[], [0], [3], [4], [3, 5], [5, 5]])
+def test_snapshots(tmp_path, kills):
+    """The policy of every save, whether the run is killed or not; a stop adds none."""
     for kill in [*kills, None]:
-        logger = start(tmp_path, resume=True, exp_name=f"{kills} {test}", epochs=7)
-        logger.save_freq, logger.snapshots = 2, True
-        for epoch in range(logger.load_state({}), 7):
-            if test:
-                logger.log_tabular("AverageTestEpRet", test * RETURNS[epoch])
-            one_epoch(logger, epoch, [RETURNS[epoch]])
-            if logger.save_due():
+        logger = start(tmp_path, resume=True, epochs=7, save_freq=2, snapshots=True)
+        for i in range(logger.epoch, 7):
+            one_epoch(logger, i, [1.0])
+            if logger.save_due() or i == kill:
                 save(logger)
-            if epoch == kill:
+            if i == kill:
                 break
         logger.release()
     paths = logger.output_dir.glob("policy_*.npz")
-    return {path.name: int(np.load(path)["epoch"]) for path in paths}
-
-
-def test_snapshots(tmp_path):
-    """The policy of every save, and the best by return, whether the run is killed or not."""
-    kept = {f"policy_{epoch}.npz": epoch for epoch in (2, 4, 6, 7)}
-    assert snapshots(tmp_path) == kept | {"policy_best.npz": 4}
-    assert snapshots(tmp_path, test=-1) == kept | {"policy_best.npz": 6}
-    assert snapshots(tmp_path, test=np.nan) == kept | {"policy_best.npz": 4}  # no test episodes
-    for kills in ([0], [3], [4], [3, 5], [5, 5]):
-        assert snapshots(tmp_path, kills) == kept | {"policy_best.npz": 4}, kills
-
-
-@pytest.mark.parametrize("script, best", [("vpg_torch", 2), ("ppo_tf1", 2), ("ddpg_torch", 3)])
-def test_the_best_is_the_policy_that_earned_it(tmp_path, script, best):
-    """Returns rise all the time. Those of the last epoch of three were earned by the policy after
-    two updates; where policies are tested, by the one after all."""
-    module = load_script(script)
-    args = {"env_id": "odd_env:Odd-v0", "env_kwargs": {"kind": "rising"}, "hidden_sizes": (8,)}
-    args |= {"steps_per_epoch": 60, "epochs": 3, "snapshots": True, "save_freq": 1}
-    more = {"compile": False, "start_steps": 50, "update_after": 50}
-    args |= more if script in OFF_POLICY else {}
-    assert module.train(module.Args(**args, data_dir=str(tmp_path), exp_name="run"))
-    saved = [np.load(run_dir(tmp_path, "run") / f"policy_{name}.npz") for name in ("best", best)]
-    assert sorted(saved[0]) == sorted(saved[1]) and int(saved[0]["epoch"]) == best
-    assert all((saved[0][key] == saved[1][key]).all() for key in saved[0])
-
-
-def test_a_stop_adds_no_snapshot(tmp_path):
-    """Nor can the policy that is saved there become the best: a run that is left alone has none."""
-    logger = start(tmp_path, epochs=9)
-    logger.save_freq, logger.snapshots = 2, True
-    for epoch in range(3):
-        one_epoch(logger, epoch, [RETURNS[epoch] if epoch < 2 else 100.0])
-        if epoch == 2 or logger.save_due():
-            save(logger)
-    assert not logger.close() and read_status(logger.output_dir)["status"] == "interrupted"
-    names = {path.name for path in logger.output_dir.glob("policy*")}
-    assert names == {"policy.npz", "policy_2.npz", "policy_best.npz"}
+    kept = {path.name: int(np.load(path)["epoch"]) for path in paths}
+    assert kept == {f"policy_{epoch}.npz": epoch for epoch in (2, 4, 6, 7)}
     start(tmp_path, overwrite=True).close()
     assert not list(logger.output_dir.glob("policy*"))
 
@@ -458,7 +425,7 @@ def test_networks_of_ones_own(tmp_path, program):
     logger.release()
 
     logger = EpochLogger(tmp_path / "run", resume=True)
-    with pytest.raises(RuntimeError, match="save_config comes before load_state"):
+    with pytest.raises(UsageError, match="ranks was 1, is None, script was -c, is None"):
         logger.load_state({"networks": state})
     logger.save_config({"epochs": 2})
     step, values, state = program(logger)
@@ -473,39 +440,3 @@ def test_networks_of_ones_own(tmp_path, program):
     step()
     assert all((x == y).all() for x, y in zip(values(), after, strict=True))
     logger.close()
-
-
-def test_what_killed_processes_half_wrote_is_deleted(tmp_path):
-    logger = start(tmp_path)
-    epochs(logger, 1)
-    logger.release()
-    names = [".policy.npz.7.tmp", "torch_save/.model.pt.7.tmp", "checkpoint/.epoch_000002.7.tmp"]
-    for path in (logger.output_dir / name for name in names):
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
-    start(tmp_path, resume=True).release()
-    assert not list(tmp_path.rglob(".*.tmp"))
-
-
-def test_the_last_rank_is_waited_for_before_checkpoints_are_deleted(tmp_path):
-    source = """
-import time
-from pathlib import Path
-from common import mpi
-from common.logger import EpochLogger
-
-def unlink(*args, real=Path.unlink, **kwargs):
-    time.sleep(0.2 * mpi.proc_id())
-    real(*args, **kwargs)
-
-Path.unlink = unlink
-logger = EpochLogger("run")
-logger.save_config({"epochs": 3})
-for epoch in range(3):
-    logger.log_tabular("Epoch", epoch)
-    logger.dump_tabular()
-    logger.save_state({})
-logger.close(clear=True)
-"""
-    mpi(tmp_path, source, 2, cwd=tmp_path)
-    assert not (tmp_path / "run" / "checkpoint").exists()
