@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # to find common
-from common.files import write_status
+from common.files import write_json
 from common.mpi import abort, broadcast, num_procs, proc_id
 
 
@@ -26,9 +26,13 @@ def main(directory):
             taken = True
     if broadcast(taken):
         sys.exit(2)
+    status_path = record / "status.json"
+    note = lambda word, error=None: write_json(  # noqa: E731
+        status_path, {"status": word, "epoch": 0, "epochs": 0, "error": error}
+    )
     try:
         if proc_id() == 0:
-            write_status(record, "running", 0, 0)
+            note("running")
         with open(record / "function.pkl", "rb") as f:
             sys.path[:] = pickle.load(f)  # modules are found where grid.py finds them
             function, kwargs = pickle.load(f)
@@ -39,10 +43,10 @@ def main(directory):
     except BaseException as e:
         where = f" on rank {proc_id()} of {num_procs()}" if num_procs() > 1 else ""
         print(f"call.py: failed{where}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-        write_status(record, "failed", 0, 0, f"{type(e).__name__}: {e}")
+        note("failed", f"{type(e).__name__}: {e}")
         abort(1)
     if proc_id() == 0:
-        write_status(record, status, 0, 0)
+        note(status)
 
 
 if __name__ == "__main__":

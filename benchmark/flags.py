@@ -1,8 +1,8 @@
 """What a sweep runs, a script or a function: the arguments that it takes, and how it is started.
 
 A script is not imported, which would load torch or tensorflow. Its class `Args` is
-executed, its imports from the standard library and common.args, and nothing else; then
-`common.args.parse_args` checks the words that a run is started with.
+executed, its imports from the standard library, pydantic and common.args, and nothing else; it
+checks the arguments of a run.
 """
 
 import ast
@@ -21,17 +21,16 @@ import warnings
 from pathlib import Path
 
 import cloudpickle
+from pydantic import ValidationError
 
+from benchmark.reading import flag, printable
 from common import UsageError
-from common.args import flag, parse_args
-from common.files import FREE_TO_CHANGE, convert_json, printable
+from common.files import FREE_TO_CHANGE, convert_json
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL = Path(__file__).with_name("call.py")
 # Flags that [params] cannot set: grid.py does, from the top of the sweep or by itself.
 RESERVED = ("exp_name", "data_dir", "num_cpu", "datestamp", "resume", "overwrite")
-# How a script makes its environment: which actions it takes is written there.
-MAKE_ENV = r"run\.make_env\(args\.env_id, args\.env_kwargs, \((.+?)\)(, bounded=True)?\)"
 
 
 def find(thunk):
@@ -49,37 +48,32 @@ def find(thunk):
             raise UsageError(f"script: cannot import {thunk}: {e}") from e
     if callable(thunk):
         return Function(thunk)
-    if not isinstance(thunk, str | Path):
-        raise UsageError(f"script: expected a path or a function, got {thunk!r}")
     for base in (Path.cwd(), ROOT):
-        if os.path.isfile(base / thunk):
-            return Script(base / thunk)
+        if os.path.isfile(base / str(thunk)):
+            return Script(base / str(thunk))
     raise UsageError(f"script: there is no file {thunk}")
 
 
 @functools.cache
-def check_env(env_id, env_kwargs="{}", actions="", bounded=""):
-    """Make an environment and close it. UsageError if that fails.
-
-    Args:
-        env_kwargs: JSON.
-        actions, bounded: the groups of MAKE_ENV, if a script makes it so.
-    """
+def check_env(env_id, env_kwargs="{}"):
+    """Make an environment, with arguments in JSON, and close it. UsageError if that fails."""
     import gymnasium
 
-    from common.run import make_env
-
     sys.path.append("")  # its package may be in the current directory, as for the scripts
-    kwargs, names = json.loads(env_kwargs), re.findall(r"\w+", actions)
-    classes = tuple(getattr(gymnasium.spaces, name) for name in names)
     try:
         with warnings.catch_warnings(action="ignore"):
-            own = make_env(env_id, kwargs, classes, bool(bounded)) if classes else None
-            (own or gymnasium.make(env_id, **kwargs)).close()
-    except UsageError:
-        raise
+            gymnasium.make(env_id, **json.loads(env_kwargs)).close()
     except Exception as e:  # a package may raise anything
         raise UsageError(f"cannot make {env_id}: {printable(e, 1000)}") from e
+
+
+def checked(Args, params):
+    """`Args(**params)`. A UsageError of one line names the flags that are wrong."""
+    try:
+        return Args(**params)
+    except ValidationError as e:
+        wrong = {flag(str(error["loc"][0])): error["msg"] for error in e.errors()}
+        raise UsageError("; ".join(f"{name}: {why}" for name, why in wrong.items())) from e
 
 
 def to_words(hints, params):
@@ -87,8 +81,9 @@ def to_words(hints, params):
     words = []
     for name, value in params.items():
         option, many = flag(name), isinstance(value, list | tuple)
-        if hints.get(name) is bool and not isinstance(value, bool):
-            raise UsageError(f"{option}: expected true or false, got {value!r}")
+        if name in hints and (hints[name] is bool) != isinstance(value, bool):
+            wanted = "true or false" if hints[name] is bool else "a value"
+            raise UsageError(f"{option}: expected {wanted}, got {value!r}")
         if isinstance(value, bool):
             words.append(option if value else "--no-" + option[2:])
             continue
@@ -97,13 +92,15 @@ def to_words(hints, params):
             raise UsageError(f"{option}: expected {'one value' if many else hint}")
         if isinstance(value, dict):
             value = json.dumps(value, allow_nan=False, default=plain)
-        # A function or class, such as nn.Tanh, is its name in lower case.
-        values = [
-            str(getattr(v, "__name__", "").lower() or v) for v in (value if many else [value])
-        ]
+        values = [str(word(v)) for v in (value if many else [value])]
         # After a =, since a word that begins with a dash would look like a flag.
         words += [f"{option}={values[0]}", *values[1:]] if values else [option]
     return words
+
+
+def word(x):
+    """A function or class, such as nn.Tanh, is its name in lower case; anything else is itself."""
+    return getattr(x, "__name__", "").lower() or x
 
 
 def plain(x):
@@ -124,7 +121,7 @@ class Script:
 
     def __init__(self, path):
         self.path, self.name, self.label = Path(path), Path(path).stem, Path(path).name
-        self.Args, self.hints, self.make_env = read_args(self.path)
+        self.Args, self.hints = read_args(self.path)
 
     def takes(self, key):
         return key.split(":")[0] in self.hints
@@ -134,10 +131,10 @@ class Script:
         for name in params:
             if name in RESERVED:
                 raise UsageError(f"{name} is no argument of a run: the sweep itself sets it")
-        args = parse_args(self.Args, to_words(self.hints, params))
-        if self.make_env or "env_id" in params or "env_kwargs" in params:
-            env_kwargs = json.dumps(getattr(args, "env_kwargs", {}))
-            check_env(args.env_id, env_kwargs, *(self.make_env or ()))
+        to_words(self.hints, params)  # refuses what no words can say
+        args = checked(self.Args, {name: word(value) for name, value in params.items()})
+        if "env_id" in params or "env_kwargs" in params:
+            check_env(args.env_id, json.dumps(getattr(args, "env_kwargs", {})))
         return json.loads(json.dumps(dataclasses.asdict(args)))
 
     def command(self, own, params, directory, stamp):
@@ -148,10 +145,10 @@ class Script:
 
 
 def read_args(path):
-    """A script's (`Args`, {field: type}, groups of MAKE_ENV or None). UsageError if it has none."""
+    """A script's (`Args`, {field: type}). UsageError if it has none."""
     try:
-        tree = ast.parse(text := Path(path).read_text(encoding="utf-8"))
-        known = {"common.args", *sys.stdlib_module_names}
+        tree = ast.parse(Path(path).read_text(encoding="utf-8"))
+        known = {"common.args", "pydantic.dataclasses", *sys.stdlib_module_names}
         body = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module in known]
         body += [n for n in tree.body if isinstance(n, ast.Import) and n.names[0].name in known]
         body += [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args"]
@@ -160,8 +157,7 @@ def read_args(path):
         module.__file__ = str(path)
         sys.modules[module.__name__] = module
         exec(compile(ast.Module(body, []), str(path), "exec"), vars(module))
-        found = re.search(MAKE_ENV, text)
-        return module.Args, typing.get_type_hints(module.Args), found and found.groups("")
+        return module.Args, typing.get_type_hints(module.Args)
     except Exception as e:  # it is code: anything may be wrong with it
         raise UsageError(f"cannot read the flags of {path}: {printable(e)}") from e
 
@@ -169,12 +165,13 @@ def read_args(path):
 class Function:
     """A function that every rank calls with keyword arguments."""
 
-    free, hints = frozenset(), {}
+    free = frozenset()
 
     def __init__(self, function):
         self.function = function
         self.name = self.label = getattr(function, "__name__", type(function).__name__)
         self.parameters = inspect.signature(function).parameters.values()
+        self.hints = dict.fromkeys(p.name for p in self.parameters)
 
     def asks_for(self, name):
         return any(p.name == name or p.kind is p.VAR_KEYWORD for p in self.parameters)

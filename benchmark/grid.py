@@ -41,10 +41,11 @@ From Python, `ExperimentGrid` and `call_experiment` are Spinning Up's.
 """
 
 import ast
+import dataclasses
+import difflib
 import functools
 import itertools
 import json
-import math
 import operator
 import os
 import re
@@ -53,18 +54,19 @@ import sys
 import time
 import tomllib
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Literal, get_type_hints
 
+from pydantic.dataclasses import dataclass
 from tyro.conf import Positional
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # to find benchmark and common from any directory
 from benchmark import flags, launch, slurm
+from benchmark.reading import flag, printable
 from common import UsageError
-from common.args import PosInt, check_args, flag, parse_args
-from common.files import MAX_NAME, printable
+from common.args import PosInt, parse_args
 from common.mpi import cores, find_mpirun
 
 # What Spinning Up calls some options and flags.
@@ -177,14 +179,13 @@ class ExperimentGrid:
 
     def print(self):
         """Print keys, values and the number of variants."""
-        numbers = {key: len(vals) for key, vals, *_ in self.rows}
-        total = math.prod(numbers.values())
-        seedless = total // numbers.get("seed", 1)
+        total = len(self.variants())
+        seeds = sum(len(vals) for key, vals, *_ in self.rows if key == "seed") or 1
         lines = [f"ExperimentGrid [{self.name}]"]
         for key, vals, sh, _ in self.rows:
             values = ", ".join(getattr(v, "__name__", str(v)) for v in vals)
             lines.append("  " + printable(f"{key} [{sh}]: {values}", 1000))
-        lines.append(f"{total} variants, counting seeds; {seedless} without seeds\n")
+        lines.append(f"{total} variants, counting seeds; {total // seeds} without seeds\n")
         launch.say("\n".join(lines))
 
     def run(self, thunk, num_cpu=1, data_dir=None, datestamp=False, workers=1, retry_failed=False):
@@ -226,7 +227,7 @@ def call_experiment(exp_name, thunk, seed=0, num_cpu=1, data_dir=None, datestamp
 # ------------------------------------------------------------------------------------------ sweeps
 
 
-@dataclass
+@dataclasses.dataclass
 class Sweep:
     """A grid, the scripts or functions it is for, and how to run them."""
 
@@ -245,7 +246,6 @@ def plan(sweep):
     grid = sweep.grid
     if not re.fullmatch(r"[^\W_][\w.()-]*", grid.name, re.ASCII):
         raise UsageError(f"name: a letter or digit, then letters, digits, -_.(), got {grid.name!r}")
-    check_args(sweep.options)
     scripts = sweep.script if isinstance(sweep.script, list) else [sweep.script]
     by_key = [row for row in grid.rows if row[0] == sweep.script]
     _, scripts, sh, _ = by_key[0] if by_key else (None, scripts, "", None)
@@ -254,7 +254,8 @@ def plan(sweep):
     for key, *_ in rows:
         if not any(t.takes(key) for t in thunks):
             names = ", ".join(t.name for t in thunks)
-            raise UsageError(f"params.{key}: no such argument in {names}")
+            hint = perhaps(SHORT_FLAGS.get(key, key), [name for t in thunks for name in t.hints])
+            raise UsageError(f"params.{key}: no such argument in {names}{hint}")
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S") if sweep.options.datestamp else ""
     runs = []
     for thunk in thunks:
@@ -279,7 +280,7 @@ def make_run(options, thunk, exp_name, params, stamp):
     seed = settings.get("seed", 0)
     if not isinstance(seed, int) or seed < 0:  # it becomes a part of a path
         raise UsageError(f"seed: expected an int of at least 0, got {seed!r}")
-    if len(exp_name) > MAX_NAME:
+    if len(exp_name) > 200:  # the most that file systems take, less what is added to it
         raise UsageError(f"{exp_name[:60]}... is too long for a name")
     directory = Path(options.data_dir, exp_name, f"{exp_name}_s{seed}")
     if stamp:
@@ -311,10 +312,11 @@ def run_sweep(sweep):
         launch.say(slurm.submit(runs, name, sweep.slurm, options))
         return 0
     if options.dry_run:
+        left = {run: launch.settle(run, options.retry_failed) for run in runs}
+        launch.say(f"# {name}: {launch.counts(runs)}")
         for run in runs:
-            left = launch.settle(run, options.retry_failed)
-            launch.say(f"# {run.directory}: {run.outcome}{': ' * bool(run.detail)}{run.detail}")
-            launch.say(f"{'' if left else '# '}{shlex.join(run.command)}")
+            detail = f"{run.directory}: {run.outcome}{': ' * bool(run.detail)}{run.detail}"
+            launch.say(shlex.join(run.command) if left[run] else f"# {detail}")
         return 0
     began = time.monotonic()
     signum = launch.run_all(runs, options.workers, options.retry_failed, name)
@@ -339,6 +341,10 @@ def read_sweep(path, words=()):
         script = data.pop("script", None)
         if script is None or not all(isinstance(table, dict) for table in tables.values()):
             raise ValueError("it needs a script; params and slurm are tables")
+        if unknown := data.keys() - (HINTS.keys() - {"what"}):
+            hint = perhaps(min(unknown), ["script", "params", *HINTS])
+            raise ValueError(f"unknown key {min(unknown)}{hint}")
+        flags.checked(Options, data)  # names the file; then the command line goes first
         options = parse_args(Options, [*flags.to_words(HINTS, data), *words])
         grid = ExperimentGrid(options.name or Path(path).stem)
         for key, value in tables["params"].items():
@@ -347,6 +353,12 @@ def read_sweep(path, words=()):
         return Sweep(grid, script, options, tables["slurm"])
     except (OSError, ValueError, TypeError, RecursionError) as e:
         raise UsageError(getattr(e, "strerror", None) or str(e)) from e
+
+
+def perhaps(word, names):
+    """What `word` may have been meant for, as the end of a message."""
+    near = difflib.get_close_matches(word, names, 1, 0.7)
+    return f" (perhaps {near[0]}?)" if near else ""
 
 
 def split_words(argv):

@@ -10,6 +10,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, deque
 from pathlib import Path
@@ -17,10 +18,15 @@ from pathlib import Path
 import psutil
 from tqdm import tqdm
 
-from common.files import printable, read_json, read_status, write_atomically, write_json
+from benchmark.reading import printable, read_json, read_status
+from common.files import write_atomically, write_json
 
 POLL = 0.05  # seconds between looks at the processes
+PLOT = Path(__file__).with_name("plot.py")
 REFRESH = 0.5  # seconds between updates of the bar
+# tqdm's own lock is one between processes. Python 3.14 starts a process to watch over it, which
+# writes a warning to stderr if this one is killed.
+tqdm.set_lock(threading.RLock())
 
 # ------------------------------------------------------------------------------------ runs on disk
 
@@ -145,10 +151,9 @@ def start(run, cores=None):
     with open(run.log, "a", encoding="utf-8") as log:
         log.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(run.command)}\n")
         log.flush()
-        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
-        env = {**os.environ, "PYTHONUNBUFFERED": "1", "SWEEP_DATESTAMP": run.stamp}
-        more = {"start_new_session": True, "preexec_fn": in_child}
-        return subprocess.Popen(run.command, env=env, **streams, **more)
+        more = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT}
+        more["env"] = {**os.environ, "PYTHONUNBUFFERED": "1", "SWEEP_DATESTAMP": run.stamp}
+        return subprocess.Popen(run.command, start_new_session=True, preexec_fn=in_child, **more)
 
 
 def kill_tree(process):
@@ -163,22 +168,18 @@ def kill_tree(process):
 def run_all(runs, workers=1, retry_failed=False, name=""):
     """Run those of `runs` that are not finished, `workers` at a time, and set their outcomes.
 
-    A run that another process is at work on is waited for, and goes on here if it was interrupted.
-    SIGINT and SIGTERM stop all of them at the end of their epochs, a second one at once; they can
-    be resumed either way. Returns the first such signal, or None.
+    A run that another process is at work on is left to it. SIGINT and SIGTERM stop all of them at
+    the end of their epochs, a second one at once; they can be resumed either way. Returns the first
+    such signal, or None.
     """
-    todo = deque(run for run in runs if settle(run, retry_failed) or run.outcome == "in use")
+    todo = deque(run for run in runs if settle(run, retry_failed))
     free = core_shares(max(1, min(workers, len(runs))))  # len(todo) shrinks; a share must not grow
-    active = {}  # run -> (its process, its cores)
-    stops, handled, shown = [], 0, 0.0
+    active, stops, handled, shown = {}, [], 0, 0.0  # active: run -> (its process, its cores)
     signals = (signal.SIGINT, signal.SIGTERM)
     before = {s: signal.signal(s, lambda signum, frame: stops.append(signum)) for s in signals}
     tqdm.monitor_interval = 0  # a thread would make forking unsafe
     bar = tqdm(total=len(todo), unit="run", leave=False, disable=None)  # None: without a terminal
     say(f"{name}: {len(todo)} of {len(runs)} runs to do")
-    for run in todo:
-        if run.outcome == "in use":
-            say(f"in use    {run.directory}: waiting for the other process")
     try:
         while active or (todo and not stops):
             if todo and free and not stops:
@@ -190,10 +191,7 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
                         active[run] = process, free.pop(0)
                     except (OSError, ValueError) as e:
                         run.outcome, run.detail = "failed", str(e)
-                if run.outcome == "in use":
-                    todo.append(run)  # to be looked at again
-                else:
-                    say(f"started   {run.directory}" if run in active else ended_line(run, runs))
+                say(f"started   {run.directory}" if run in active else ended_line(run, runs))
 
             # mpirun hands the first signal on to all ranks; the second kills them.
             if len(stops) > handled:
@@ -208,9 +206,6 @@ def run_all(runs, workers=1, retry_failed=False, name=""):
                     del active[run]
                     free.append(cores)
                     run.outcome, run.detail = ended(run, process.returncode, bool(stops))
-                    if run.outcome == "in use":  # another process was faster
-                        todo.append(run)
-                        continue
                     say(ended_line(run, runs))
                     bar.update()
             if not bar.disable and time.monotonic() - shown > REFRESH:
@@ -273,11 +268,15 @@ def ended_line(run, runs):
     return "  ".join(filter(None, [*words, counts]))
 
 
+def counts(runs):
+    """How many runs there are, and how many of each outcome, in words."""
+    found = Counter(run.outcome for run in runs)
+    return ", ".join([f"{len(runs)} runs", *(f"{n} {word}" for word, n in sorted(found.items()))])
+
+
 def summary(runs, name, seconds):
     """What became of a sweep, as text; failed runs with the last lines of their logs."""
-    counts = Counter(run.outcome for run in runs)
-    parts = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
-    lines = [f"{name}: {len(runs)} runs, {parts}, in {tqdm.format_interval(seconds)}"]
+    lines = [f"{name}: {counts(runs)}, in {tqdm.format_interval(seconds)}"]
     for run in runs:
         if not run.outcome.startswith(("finished", "interrupted", "not started")):
             lines += ["", f"{run.outcome}: {run.directory}{': ' * bool(run.detail)}{run.detail}"]
@@ -289,4 +288,10 @@ def summary(runs, name, seconds):
         again = "The same command goes on; with --retry-failed, also with what failed."
         later = "The same command would begin anew: --resume DIR goes on with a run of a script."
         lines += ["", later if runs[0].stamp else again]
+    if any((run.directory / "progress.txt").exists() for run in runs):
+        folder, *others = {run.directory.parent for run in runs}
+        if others:  # a star, since a prefix that is also a directory would stand for it alone
+            folder = folder.with_name(f"{runs[0].stamp[:10]}_{name}".lstrip("_"))
+        names = shlex.quote(str(folder)) + "*" * bool(others)
+        lines.append(f"python {os.path.relpath(PLOT)} {names} plots the curves")
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
     python benchmark/plot.py data/sac_ --reference --out sac.png
     python benchmark/plot.py data/ppo data/trpo --legend PPO TRPO --smooth 11 --est median
+    python benchmark/plot.py data/mine data/baseline --smooth 11 --compare
 
 A logdir is a directory that contains runs, at any depth. If there is no such directory, it is a
 prefix: `data/ppo` then means every directory in data/ whose name starts with "ppo". An
@@ -12,10 +13,10 @@ environment gets its own panel. Options are those of Spinning Up's plotter; `get
 `get_all_datasets` and `make_plots` can be called from Python.
 """
 
-import dataclasses
 import functools
 import glob
 import io
+import itertools
 import os
 import re
 import sys
@@ -26,12 +27,14 @@ from typing import Annotated, Literal
 
 import numpy as np
 import pandas as pd
+from pydantic.dataclasses import dataclass
 from tyro.conf import Positional, arg
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
+from benchmark import intervals
+from benchmark.reading import printable, read_json
 from common import UsageError
-from common.args import PosInt, check_args, parse_args
-from common.files import printable, read_json
+from common.args import PosInt, parse_args
 
 REFERENCE = Path(__file__).parent / "reference" / "spinning_up_2020_curves.csv"
 ALGORITHMS = ("vpg", "trpo", "ppo", "ddpg", "td3", "sac")
@@ -49,7 +52,7 @@ CAPTION += "10 seeds, smoothed over 11 epochs."
 NO_EPISODE = "no episode finished within an epoch: use a larger --steps-per-epoch, or plot CutEpRet"
 
 
-@dataclasses.dataclass
+@dataclass
 class Args:
     """The command line; all but `logdir` are also `make_plots`' keyword arguments."""
 
@@ -67,6 +70,7 @@ class Args:
     reference: bool = False  # overlay Spinning Up's published curves
     out: Annotated[str | None, arg(aliases=["-o"])] = None  # .png, .svg, .pdf; default plot.png
     csv: str | None = None  # write the aggregated numbers to this file
+    compare: bool = False  # print how the first of two logdirs differs from the second
     show: bool = False  # open a window
 
 
@@ -239,6 +243,74 @@ def reference_curve(algo, framework, env_id):
     return framework, *table[["steps", "mean", "std"]].to_numpy(float).T
 
 
+# -------------------------------------------------------------------------------------- comparing
+
+
+def compare(datasets, logdirs, xaxis, value, smooth=1):
+    """How the runs below the first of two logdirs do against those below the second, as text.
+
+    On each environment, smoothed curves are compared at the last x that all its runs have reached.
+    Over all environments, returns are shares of the second's mean, without its sign, so that more
+    is always better; that mean counts as exact.
+
+    Raises:
+        ValueError: these logdirs cannot be compared.
+    """
+    if len(set(logdirs)) != 2:
+        raise ValueError("--compare takes two directories of runs, or two prefixes of their names")
+    tasks, groups, rows = {}, ([], []), []
+    for data in datasets:
+        if {xaxis, value} <= {*data}:
+            tasks.setdefault(data.attrs["env"], []).append(data)
+    for env, runs in tasks.items():
+        # The path of a run begins with the directory, or the prefix, that it was found by.
+        below = [[x for x in logdirs if run.attrs["run_dir"].startswith(x)] for run in runs]
+        side = np.array([logdirs.index(max(found, key=len)) for found in below])
+        names = sorted({(i, run["Condition1"].iloc[0]) for i, run in zip(side, runs, strict=True)})
+        if len(names) > len(set(side)):
+            text = f"{env or 'one task'} has more than two experiments"
+            names = ", ".join(name for _, name in names)
+            raise ValueError(f"{text}, {names}: choose with --select or --exclude")
+        table = stack_runs(runs, xaxis, value, smooth).dropna()
+        if len(set(side)) < 2 or table.empty:
+            warn(f"{env or 'a task'} cannot be compared: no {xaxis} has runs of both")
+            continue
+        last = table.iloc[-1].to_numpy()
+        x, y = last[side == 0], last[side == 1]
+        at, seeds = step_label(table.index[-1]), f"{len(x)}, {len(y)}"
+        rows.append([env, at, seeds, *differences([x], [y])])
+        for group, values in zip(groups, (x, y), strict=True):
+            group.append(values / (abs(y.mean()) or 1))
+    if not rows:
+        raise ValueError("nothing to compare: no environment has runs of both")
+    if len(rows) > 1:
+        rows.append(["all", "", "", *differences(*groups)])
+    header = [value, "at", "seeds", "A - B", "IQM of A", "IQM of B", "P(A > B)"]
+    table = pd.DataFrame(rows, columns=header).to_string(index=False)
+    return "A: {}\nB: {}\n\n{}\n\n{}\n".format(*logdirs, table, LEGEND)
+
+
+LEGEND = """\
+All intervals are of 95 %. IQM is the mean of the middle half of the runs, P(A > B) how likely a run
+of A does better than one of B. In the row of all, returns are shares of the mean of B. An interval
+in brackets holds the truth in about 75 % of cases with three seeds, in 90 % with five."""
+
+
+def differences(xs, ys):
+    """What tells two groups of runs apart, see intervals.py, in words."""
+    scale = np.mean([abs(y.mean()) for y in ys]) or 1
+    digits = max(0, 2 - int(np.floor(np.log10(scale))))
+    several = min(map(len, xs + ys)) > 1  # there is no interval of a single seed
+    both = [[(v.mean(), pd.Series(v).std(), len(v)) for v in group] for group in (xs, ys)]
+    difference, half = intervals.welch(*zip(*both, strict=True))
+    texts = [f"{difference:+.{digits}f}" + f" ± {half:.{digits}f}" * several]
+    whats = [(digits, intervals.iqm, group) for group in (xs, ys)]
+    for n, *what in [*whats, (2, intervals.improvement, xs, ys)]:
+        center, low, high = intervals.bootstrap(*what)
+        texts.append(f"{center:.{n}f}" + f" ({low:.{n}f} to {high:.{n}f})" * several)
+    return texts
+
+
 # --------------------------------------------------------------------------------------- plotting
 
 
@@ -250,21 +322,30 @@ def curve_label(condition, env):
     return f" {label}" if label.startswith("_") else label  # Matplotlib hides _names
 
 
+def short_label(run, count):
+    """The name of the curve of a run and others of its experiment or, if `count`, of it alone."""
+    label, seed = curve_label(run["Condition1"].iloc[0], run.attrs["env"]), run["Unit"].iloc[0]
+    return f"{label}, seed {run.attrs['config'].get('seed', seed)}" if count else label
+
+
 def collect_curves(datasets, xaxis, value, count=False, smooth=1, est="mean"):
     """One DataFrame for each curve, with columns `xaxis`, `est`, low, high (the band), n (runs).
 
     `attrs` has env, label, algo, framework, value and ylabel, the name of the y axis.
     """
-    groups = {}
+    groups, without, curves = {}, {}, []
     for data in datasets:
-        numbers = data.select_dtypes("number")
-        missing = [column for column in (xaxis, value) if column not in numbers]
-        if missing:
-            warn(f"left out {data.attrs['run_dir']}: no column {missing[0]} of numbers")
+        numbers = data.drop(columns="Unit").select_dtypes("number")
+        if missing := [column for column in (xaxis, value) if column not in numbers]:
+            without.setdefault(missing[0], []).append((data.attrs["run_dir"], [*numbers]))
             continue
         condition = data["Condition2" if count else "Condition1"].iloc[0]
         groups.setdefault((data.attrs["env"], condition), []).append(data)
-    curves, short = [], Counter((env, curve_label(name, env)) for env, name in groups)
+    for column, ((run, columns), *others) in without.items():
+        more = f" and {len(others)} more" * bool(others)
+        warn(f"left out {run}{more}: no column {column} of numbers, only {', '.join(columns)}")
+    short = {key: short_label(runs[0], count) for key, runs in groups.items()}
+    alike = Counter((env, short[env, condition]) for env, condition in groups)
     for (env, condition), runs in groups.items():
         table = stack_runs(runs, xaxis, value, smooth)
         if table.empty:
@@ -276,8 +357,8 @@ def collect_curves(datasets, xaxis, value, count=False, smooth=1, est="mean"):
         curve = pd.DataFrame({est: center, "low": center - std, "high": center + std})
         curve = curve.assign(n=table.count(axis=1)).rename_axis(xaxis).reset_index()
         tested = value == "Performance" and all("AverageTestEpRet" in run for run in runs)
-        label = curve_label(condition, env)
-        if short[env, label] > 1:  # the environment tells two experiments apart
+        label = short[env, condition]
+        if alike[env, label] > 1:  # the environment, or more than the seed, tells two apart
             label = curve_label(condition, "")
         curve.attrs = {"env": env, "label": label, "value": value}
         curve.attrs["ylabel"] = AXIS_LABELS.get("AverageTestEpRet" if tested else value, value)
@@ -299,43 +380,56 @@ def step_label(x, _=None):
 def draw_references(ax, curves, colors):
     """Dashed published curves of a panel's algorithms, as far as ours go.
 
-    A published curve that is there for one of ours has its colour; for several, a grey.
+    A published curve that is there for one of ours has its colour; for several, a grey. Its band is
+    grey, so that it is not taken for ours.
     """
     end, found = max(curve.iloc[-1, 0] for curve in curves), {}
     for curve in curves:
         algo, framework, env = (curve.attrs[key] for key in ("algo", "framework", "env"))
-        published, *points = reference_curve(algo, framework, env) or ("", [np.inf])
+        published, *points = reference_curve(algo, framework, env) or ("",)
         found.setdefault((algo, published), (points, []))[1].append(curve.attrs["label"])
     for i, ((algo, published), (points, labels)) in enumerate(found.items()):
-        x, *band = points
-        if end <= x[0]:
+        if not points or end <= points[0][0]:
+            late = f" before {points[0][0]:.0f} steps" if points else ""
             name = f"{algo or 'an unknown algorithm'} on {env or '?'}"
-            warn(f"there is no published curve of {name} before {end:.0f} steps")
+            warn(f"there is no published curve of {name}{late}")
             continue
+        x, *band = points
         inside = np.append(x[x < end], end)
         mean, std = (np.interp(inside, x, y) for y in band)
-        color = colors[labels[0]] if len(labels) == 1 else GREYS[i % len(GREYS)]
+        grey = GREYS[i % len(GREYS)]
+        color = colors[labels[0]] if len(labels) == 1 else grey
         label = f"published {algo.upper()} ({published})"
         ax.plot(inside, mean, ls=(0, (4, 2)), lw=1.3, color=color, zorder=1.5, label=label)
-        ax.fill_between(inside, mean - std, mean + std, color=color, alpha=0.07, zorder=1.5, lw=0)
+        ax.fill_between(inside, mean - std, mean + std, color=grey, alpha=0.15, zorder=1.5, lw=0)
 
 
 def draw_figure(panels, xaxis, reference=False):
-    """A figure with one panel for each list of curves in `panels`."""
+    """A figure with one panel for each list of curves in `panels`, {(environment, value): list}.
+
+    Of several environments and several values, each value has a row.
+    """
     import matplotlib
     import matplotlib.pyplot as plt
 
-    labels = list(dict.fromkeys(curve.attrs["label"] for curves in panels for curve in curves))
+    labels = [curve.attrs["label"] for curves in panels.values() for curve in curves]
+    labels = list(dict.fromkeys(labels))
     palette = COLORS
     if len(labels) > len(COLORS):
         palette = matplotlib.colormaps["turbo"](np.linspace(0.03, 0.97, len(labels)))
     colors = dict(zip(labels, palette, strict=False))
-    columns = 2 if len(panels) == 4 else min(len(panels), 3)
-    rows = -(-len(panels) // columns)
+    envs, values = (list(dict.fromkeys(names)) for names in zip(*panels, strict=True))
+    cells, columns = list(panels), 2 if len(panels) == 4 else min(len(panels), 3)
+    if len(envs) > 1 and len(values) > 1:
+        cells, columns = [(env, value) for value in values for env in envs], len(envs)
+    rows = -(-len(cells) // columns)
     size = (4.6, 3.4) if len(panels) == 1 else (3.3 * columns, 2.7 * rows)
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
     handles = {}
-    for ax, curves in zip(axes.flat, panels, strict=False):
+    for ax, cell in itertools.zip_longest(axes.flat, cells):
+        if not (curves := panels.get(cell)):
+            ax.axis("off")
+            continue
         for curve in curves:
             x, center, low, high, _ = curve.to_numpy().T
             label, marker = curve.attrs["label"], "o" if len(x) == 1 else None
@@ -351,8 +445,6 @@ def draw_figure(panels, xaxis, reference=False):
         ax.set(title=title, xlabel=AXIS_LABELS.get(xaxis, xaxis))
         ax.set_ylabel(" / ".join(dict.fromkeys(c.attrs["ylabel"] for c in curves)))
         handles |= {label: h for h, label in zip(*ax.get_legend_handles_labels(), strict=True)}
-    for ax in axes.flat[len(panels) :]:
-        ax.axis("off")
     # Ours first, then the published ones.
     handles = dict(sorted(handles.items(), key=lambda item: item[0] not in labels))
     # The figure grows by the legend's rows, so that the panels keep their size.
@@ -381,10 +473,11 @@ def make_plots(all_logdirs, **options):
     import matplotlib.pyplot as plt
 
     args = Args(tuple(all_logdirs), **options)
-    check_args(args)
     datasets = get_all_datasets(args.logdir, args.legend, args.select, args.exclude)
     panels = {}
     for value in args.value:
+        if args.compare:
+            print(compare(datasets, args.logdir, args.xaxis, value, args.smooth))
         for curve in collect_curves(datasets, args.xaxis, value, args.count, args.smooth, args.est):
             panels.setdefault((curve.attrs["env"], value), []).append(curve)
     if not panels:
@@ -396,7 +489,7 @@ def make_plots(all_logdirs, **options):
         tables = [c.assign(**c.attrs)[[*names, *c]] for curves in panels.values() for c in curves]
         pd.concat(tables).to_csv(args.csv, index=False, float_format="%.8g")
     with matplotlib.rc_context(STYLE):
-        figure = draw_figure(list(panels.values()), args.xaxis, args.reference)
+        figure = draw_figure(panels, args.xaxis, args.reference)
         if args.out:
             figure.savefig(args.out, dpi=200)
         if args.show:

@@ -8,9 +8,9 @@
 has one row for each run, curves.csv the points of its curve. A run replaces the one with the same
 script, environment, settings and seed.
 
-`--verify` starts the run of a row of runs.csv again, on one core (a random plain one if none is
-named), ends it after `--epochs`, and compares its returns with curves.csv. The exit code is 1 where
-the CPU and the versions are those of the row and the returns are not.
+`--verify` starts the run of a row of runs.csv again (a random plain one if none is named), with one
+core for each rank, ends it after `--epochs`, and compares its returns with curves.csv. Where these
+differ, but CPU and versions are those of the row, the exit code is 1.
 
 A table goes between two lines of a page, `<!-- results: NAME -->` and `<!-- results: end -->`; NAME
 is a key of `tables` in `make`. Returns are smoothed as the published curves are: each seed by
@@ -18,7 +18,6 @@ itself, over 11 epochs of 4000 steps, centred.
 """
 
 import contextlib
-import dataclasses
 import io
 import os
 import re
@@ -33,12 +32,14 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from scipy import stats
+from pydantic.dataclasses import dataclass
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
 from benchmark import flags, plot, test_policy
+from benchmark.intervals import bootstrap, improvement, interval, iqm, welch
+from benchmark.reading import printable, read_status
 from common.args import PosInt, parse_args
-from common.files import printable, read_status
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
@@ -48,7 +49,7 @@ ALGOS = [algo for family in FAMILIES.values() for algo in family]
 FRAMEWORKS = {"torch": "PyTorch", "tf1": "TensorFlow 1"}
 # What is shown, as (framework, settings); of off-policy scripts, the first two.
 KINDS = {"PyTorch": ("torch", "plain"), "TensorFlow 1": ("tf1", "plain")}
-KINDS |= {"normalized": ("torch", "normalized"), "strong": ("torch", "strong")}
+KINDS |= {kind: ("torch", kind) for kind in ("normalized", "strong", "gamma 0.9999")}
 TYPES = dict.fromkeys(("commit", "cpu", "arguments", "versions"), str)  # 12e4567 is no number
 # Runs of PPO that compare versions: a title, the suffix of the task, the settings.
 MUJOCO = "3.2.7"  # of the tables
@@ -62,12 +63,12 @@ PLAIN = {"on-policy": {"hidden_sizes": [64, 32]}, "off-policy": {}}
 OWN = [*flags.RESERVED, "save_freq", "snapshots", "seed", "env_id"]
 # Colours that are legible on white and on GitHub's dark background.
 COLORS = {"PyTorch": "#e8590c", "TensorFlow 1": "#1c7ed6", "published": "#868e96"}
-COLORS |= {"normalized": "#ae3ec9", "strong": "#2f9e44"}
+COLORS |= {"normalized": "#ae3ec9", "strong": "#2f9e44", "gamma 0.9999": "#e64980"}
 INK = "#7a7f87"
 DASHES = {"torch": (0, (4, 1.5)), "tf1": (0, (1, 1))}  # of the published curves
 
 
-@dataclasses.dataclass
+@dataclass
 class Args:
     collect: tuple[str, ...] = ()  # directories of runs, or prefixes of their names, to take in
     verify: tuple[str, ...] | None = None  # script, task and seed of a run; none: any
@@ -91,11 +92,13 @@ def arguments(config, usual, *others):
 def settings_of(config):
     """A run's settings: "plain", "normalized", or the flags that differ from the published ones.
 
-    Those of sweeps/strong_*.toml are "strong". Another MuJoCo than that of the tables is named.
+    Those of sweeps/strong_*.toml are "strong".
+    Another MuJoCo than that of the tables is named.
     """
     words = arguments(config, PLAIN[family_of(config["script"])], "epochs", "device", "compile")
     words += f" --num-cpu {config.get('ranks', 1)}" * (config.get("ranks", 1) > 1)
-    words = {"": "plain", "--norm-obs --norm-rew": "normalized"}.get(words, words.strip())
+    names = {"": "plain", "--norm-obs --norm-rew": "normalized", "--gamma 0.9999": "gamma 0.9999"}
+    words = names.get(words, words.strip())
     if str(config.get("exp_name")).startswith("strong_"):
         words = "strong"
     mujoco = (config.get("versions") or {}).get("mujoco", MUJOCO)
@@ -181,26 +184,33 @@ def verify(words, setting, epochs, results):
     words: script, task and seed; none of them for a random row of `setting`. Raises ValueError if
     there is no such row, or if its run fails.
     """
-    columns = [*["script", "env", "seed"][: len(words)], "settings"]
-    keys = results.runs[columns].astype(str)
-    runs = results.runs[([*words, setting] == keys).all(axis=1)]
-    if runs.empty:
-        raise ValueError(f"runs.csv has no {setting} run of {' '.join(words)}")
+    runs, keys = results.runs, ["settings", "script", "env", "seed"][: len(words) + 1]
+    for key, word in zip(keys, (setting, *words), strict=True):
+        there, runs = runs[key].unique(), runs[runs[key].astype(str) == word]
+        if runs.empty:
+            text = f"runs.csv has no {setting} run of {' '.join(words)}"
+            raise ValueError(f"{text}; there is only {key} {', '.join(map(str, there))}")
     row = runs.sample().iloc[0]
     command = [f"algos/{row.script}.py", "--env-id", row.env, "--seed", str(row.seed)]
     command += [*shlex.split(row.arguments), "--num-cpu", str(row.ranks)]
-    print("python", shlex.join(command), flush=True)
-    if hasattr(os, "sched_setaffinity"):  # one core: rounding depends on the number of threads
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    print("python", shlex.join(command))
+    rate = 4000 * row.seconds / row.steps
+    print(f"{epochs} epochs; 4000 steps took {rate:.1f} s when it was recorded", flush=True)
+    if hasattr(os, "sched_setaffinity"):  # a core a rank: rounding depends on the threads
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-row.ranks :])
     with TemporaryDirectory() as folder:
         command = [sys.executable, *command, "--data-dir", folder, "--exp-name", "again"]
         run = Popen(command, cwd=ROOT, stdout=DEVNULL, stderr=DEVNULL)
         table = Path(folder, "again", f"again_s{row.seed}", "progress.txt")
         # It is ended, not made shorter: --epochs decides how fast a learning rate falls.
-        while run.poll() is None:
-            if table.exists() and table.read_text().count("\n") > epochs:
-                run.terminate()
-            time.sleep(0.2)
+        with tqdm(total=epochs, unit="epoch") as bar:
+            while run.poll() is None:
+                done = table.read_text().count("\n") - 1 if table.exists() else 0
+                if done > bar.n:
+                    bar.update(min(done, epochs) - bar.n)
+                if done >= epochs:
+                    run.terminate()
+                time.sleep(0.2)
         frames = plot.get_datasets(folder)
     if not frames:
         raise ValueError("the run ended without an epoch; the command above says why")
@@ -281,14 +291,14 @@ class Results:
                 row |= {"more": None, "without_noise": None}
                 known = task in ENVS and settings == "plain"  # published for -v3, close to -v4
                 if known and (band := reference(script, task, mark)):
-                    x, width = welch(ours, band)
+                    x, width = welch((ours, band))
                     note = arrow(x, width)
                     row |= {"difference": x, "half": width, "std": band[1]}
                     more = f"{estimate(x, width, '+', band[1])}{note}{late}"
                     row["more"] = f"{estimate(*interval(*band))}, {more}"
-                row["ours"] = f"{with_interval(values)}{note}{late}"
-                if mark == reached[-1] and len(noiseless := runs.without_noise.dropna()):
-                    row["without_noise"] = with_interval(noiseless)
+                row["ours"] = f"{with_interval(*ours)}{note}{late}"
+                if len(x := runs.without_noise.dropna()) and mark == reached[-1]:
+                    row["without_noise"] = with_interval(x.mean(), x.std(), len(x))
                 rows.append(row)
         return pd.DataFrame(rows)
 
@@ -333,40 +343,6 @@ def reference(script, task, mark):
         return mean, std * np.sqrt(10 / 9), 10
 
 
-def interval(mean, std, n):
-    """(mean, half width of its 95 % interval); std is NaN for a single value."""
-    return mean, stats.t.ppf(0.975, n - 1) * std / np.sqrt(n)
-
-
-def welch(ours, theirs):
-    """(difference, half width of its 95 % interval) of two (mean, standard deviation, n)."""
-    (mean, std, n), (mean2, std2, n2) = ours, theirs
-    a, b = std**2 / n, std2**2 / n2
-    df = (a + b) ** 2 / (a**2 / max(n - 1, 1) + b**2 / (n2 - 1))
-    return mean - mean2, stats.t.ppf(0.975, df) * np.sqrt(a + b)
-
-
-def iqm(tasks):
-    """Mean of the middle half of all runs; tasks: arrays [..., seeds], one for each task."""
-    return stats.trim_mean(np.concatenate(tasks, axis=-1), 0.25, axis=-1)
-
-
-def improvement(tasks, others):
-    """How likely a run is above one of the others on the same task; the mean over tasks."""
-    signs = [np.sign(x[..., None] - y[..., None, :]) for x, y in zip(tasks, others, strict=True)]
-    return np.mean([0.5 + sign.mean(axis=(-2, -1)) / 2 for sign in signs], axis=0)
-
-
-def bootstrap(statistic, *groups):
-    """(statistic, low, high) with its 95 % interval; seeds are drawn anew within each task.
-
-    groups: lists of arrays [seeds], the arguments of `statistic`, which takes [..., seeds] too.
-    """
-    rng = np.random.default_rng(0)
-    drawn = [[x[rng.integers(len(x), size=(5000, len(x)))] for x in tasks] for tasks in groups]
-    return statistic(*groups), *np.percentile(statistic(*drawn), [2.5, 97.5], axis=0)
-
-
 # ------------------------------------------------------------------------------------------ tables
 
 
@@ -383,9 +359,9 @@ def estimate(value, half, sign="", std=None):
     return text if np.isnan(half) else f"{text} ± {round(half, place):.0f}"
 
 
-def with_interval(values):
-    """1300 ± 210 (5): the mean of a series, its 95 % interval, and how many there are."""
-    return f"{estimate(*interval(values.mean(), values.std(), len(values)))} ({len(values)})"
+def with_interval(mean, std, n):
+    """1300 ± 210 (5): a mean, its 95 % interval, and of how many numbers it is."""
+    return f"{estimate(*interval(mean, std, n))} ({n})"
 
 
 def arrow(difference, half):
@@ -449,10 +425,11 @@ def comparisons(results):
     for kind, (framework, settings) in list(KINDS.items())[1:]:
         for algos in [*([algo] for algo in ALGOS), FAMILIES["on-policy"]]:
             algos = [algo for algo in algos if (f"{algo}_{framework}", settings) in there]
-            pairs = [(algo, env) for algo in algos for env in ENVS]
-            if found := results.scores((KINDS[kind], KINDS["PyTorch"]), pairs):
+            pairs, names = [(algo, env) for algo in algos for env in ENVS], ", ".join(algos).upper()
+            found = results.scores((KINDS[kind], KINDS["PyTorch"]), pairs)
+            if found and [kind, names] not in [row[:2] for row in rows]:
                 (x, y), tasks, mark = found
-                row = [kind, ", ".join(algos).upper(), f"{tasks} at {plot.step_label(mark)}"]
+                row = [kind, names, f"{tasks} at {plot.step_label(mark)}"]
                 row.append(span([len(runs) for runs in x + y]))
                 for values in ((improvement, x, y), (iqm, x), (iqm, y)):
                     row.append("{:.2f} ({:.2f} to {:.2f})".format(*bootstrap(*values)))
@@ -472,8 +449,8 @@ def versions(results):
         row, changes = [title], ["difference"]
         for task in ENVS:
             ours, usual = ends.get((task + suffix, settings)), ends.get((task, "plain"))
-            row.append(f"{estimate(*interval(*ours))} ({ours[2]})" if ours else "–")
-            change = welch(ours, usual) if ours and usual else None
+            row.append(with_interval(*ours) if ours else "–")
+            change = welch((ours, usual)) if ours and usual else None
             changes.append(estimate(*change, "+") + arrow(*change) if change else "–")
         rows += [row, changes] if rows else [row]
     return markdown(["", *ENVS], [row for row in rows if set(row[1:]) != {"–"}])
@@ -590,8 +567,8 @@ def profiles(results):
     def draw(axes):
         for ax, algo in zip(axes.flat, FAMILIES["on-policy"], strict=True):
             ax.set(xlim=(0, 1.5), ylim=(0, 1.03))
-            there = {key[::2] for key in results.groups}  # script and settings
-            kinds = [k for k, (f, settings) in KINDS.items() if (f"{algo}_{f}", settings) in there]
+            keys = {k: [(f"{algo}_{f}", env, s) for env in ENVS] for k, (f, s) in KINDS.items()}
+            kinds = [k for k in KINDS if results.groups.keys() >= {*keys[k]}]  # with all tasks
             if found := results.scores([KINDS[k] for k in kinds], [(algo, env) for env in ENVS]):
                 tasks = "all five tasks" if found[1] == ", ".join(ENVS) else found[1]
                 ax.set_title(f"{algo.upper()}: {tasks}")
@@ -622,7 +599,7 @@ def make(root=ROOT):
     tables |= {"versions": versions(results)}
     for family, algos in FAMILIES.items():
         tables |= {family: returns(results, algos), f"verdict-{family}": verdict(results, algos)}
-        svg = learning_curves(results, algos, list(KINDS)[: 4 if "vpg" in algos else 2], 1.7)
+        svg = learning_curves(results, algos, list(KINDS)[: 5 if "vpg" in algos else 2], 1.7)
         files[folder / f"{family.replace('-', '_')}.svg"] = svg
     files[folder / "all.svg"] = learning_curves(results, ALGOS, list(KINDS)[:2], 1.35)
     files |= {folder / "forest.svg": forest(results), folder / "profiles.svg": profiles(results)}

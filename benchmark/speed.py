@@ -19,12 +19,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Literal
 
 import pandas as pd
+from pydantic.dataclasses import dataclass
 from tyro.conf import Positional
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +33,7 @@ PAGE = ROOT / "benchmark" / "results" / "speed.md"  # its tables are made here, 
 sys.path.insert(0, str(ROOT))
 from common import UsageError
 from common.args import PosInt, parse_args
-from common.files import cpu_name
+from common.cpu import name as cpu_name
 from common.mpi import find_mpirun
 
 PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}
@@ -46,9 +47,8 @@ module, algo, env_id, steps, warm_up, kwargs, switched_by = sys.argv[1:]
 if switched_by:
     sys.path.insert(0, switched_by)
     import torch
-    from common.mpi_pytorch import keep_freed_memory, switch_mkl
-    switch_mkl()
-    keep_freed_memory()
+    from common.cpu import tune_torch
+    tune_torch()
 Algo = getattr(importlib.import_module(module), algo.upper())
 model = Algo("MlpPolicy", env_id, seed=0, **json.loads(kwargs))
 model.learn(int(warm_up))  # first updates, and compilation, are not counted
@@ -121,9 +121,6 @@ def measure(args):
         raise UsageError("pair takes two scripts, and ranks, sb3 and sbx take one")
     if args.epochs == 1:
         raise UsageError("--epochs must be at least 2: the first one warms up")
-    for script in args.scripts:
-        if not (ROOT / "algos" / f"{script}.py").exists():
-            raise UsageError(f"there is no script algos/{script}.py")
     script, other = args.scripts[0], args.scripts[-1]  # the same, but for a pair
     rates = []
     for i in range(args.pairs):
@@ -167,7 +164,7 @@ def write_table(args, cpu):
         try:
             asked = parse_args(Args, line.split())
             row = measure(replace(asked, peer_python=args.peer_python))
-        except UsageError as e:
+        except (UsageError, SystemExit) as e:
             print(e, file=sys.stderr)
             continue
         table = pd.concat([pd.DataFrame([{"speed.py": line, "cpu": cpu, **row}]), table])

@@ -31,7 +31,6 @@ is enough to act, so neither torch nor tensorflow is imported. The arrays of a p
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import sys
@@ -41,12 +40,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 from tyro.conf import Positional, arg
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
+from benchmark.reading import printable, read_json, read_npz
 from common import UsageError
-from common.args import NonNegInt, PosInt, Range, parse_args
-from common.files import printable, read_json, read_npz
+from common.args import NonNegInt, PosInt, parse_args
 
 LOG_STD_MIN, LOG_STD_MAX = -20, 2  # of a squashed Gaussian, as in the SAC scripts
 ADVICE = "rendering without a display needs EGL or OSMesa, with MUJOCO_GL=egl or osmesa: "
@@ -55,15 +56,15 @@ KINDS = {"activation": ("tanh", "relu")}
 KINDS |= {"distribution": ("categorical", "gaussian", "deterministic", "squashed_gaussian")}
 
 
-@dataclasses.dataclass
+@dataclass
 class Args:
     run: Positional[Path]  # directory of a run, or a policy's file
     episodes: Annotated[PosInt, arg(aliases=["-n"])] = 10  # number of episodes
     deterministic: Annotated[bool, arg(aliases=["-d"])] = False  # the mean or mode, not a sample
     # Maximum steps per episode; -1: the run's max_ep_len; 0: the environment's limit alone.
-    len: Annotated[int, Range("at least -1", lambda x: x >= -1), arg(aliases=["-l"])] = -1
+    len: Annotated[int, Field(ge=-1), arg(aliases=["-l"])] = -1
     seed: NonNegInt = 0  # of environment and actions
-    itr: Annotated[int | Literal["last", "best"], arg(aliases=["-i"])] = "last"  # epoch of a save
+    itr: Annotated[int | Literal["last"], arg(aliases=["-i"])] = "last"  # epoch of a save
     render: bool = False  # show it in a window
     norender: Annotated[bool, arg(aliases=["-nr"])] = False  # the default; as in Spinning Up
     video: str | None = None  # write a video of every episode to this directory
@@ -144,7 +145,7 @@ def act(policy, o, rng, deterministic=False):
 
 
 def find_policy(run, itr="last"):
-    """The policy of a run: the last, the best by return, or that of an epoch; or a file's.
+    """The policy of a run: the last, or that of an epoch; or a file's.
 
     Raises UsageError if there is none, naming those there are.
     """
@@ -165,7 +166,7 @@ def load_policy(run, itr="last", deterministic=False, seed=0):
 
     Args:
         run: directory of a run, or a policy's file.
-        itr: "last", "best" or an epoch; the latter two need a run with `--snapshots`.
+        itr: "last", or an epoch, which needs a run with `--snapshots`.
         deterministic: the likeliest action, or the mean one, instead of a sample.
         seed: of the samples.
 
@@ -213,7 +214,9 @@ def load_env(run, render_mode=None):
     if render_mode and sys.platform == "linux" and not displays:
         if render_mode == "human":
             raise UsageError("--render needs a display; without one, --video DIR writes a video")
-        os.environ.setdefault("MUJOCO_GL", "egl" if find_library("EGL") else "osmesa")
+        # Where neither is installed, MuJoCo could not even be imported with "egl" or "osmesa".
+        gl = next(filter(find_library, ("EGL", "OSMesa")), "glfw").lower()
+        os.environ.setdefault("MUJOCO_GL", gl)
     import gymnasium as gym
 
     from common.run import make_env
@@ -234,8 +237,7 @@ def load_env(run, render_mode=None):
                 env.render()
         except Exception as e:  # of any kind: a driver may raise anything
             raise UsageError(f"{type(e).__name__}: {printable(e)} ({ADVICE})") from e
-    start = int(getattr(env.action_space, "start", 0))
-    if start:
+    if start := int(getattr(env.action_space, "start", 0)):
         space = gym.spaces.Discrete(env.action_space.n)
         env = gym.wrappers.TransformAction(env, lambda a: a + start, space)
     return env

@@ -152,16 +152,19 @@ def test_flags_are_read_without_importing_the_scripts():
 
 # fmt: off
 BAD = {  # a word of the message: what is wrong, at the top of a sweep
-    "": ["= 3", "a = " + "[" * 5000], "colour": ["colour = 1"], "datestamp": ["datestamp = 1"],
+    "": ["= 3", "a = " + "[" * 5000], "datestamp": ["datestamp = 1"],
     "name": ['name = "../up"', "name = [1]"], "params": ["params = 3"],
     "--workers": ["workers = 0", "workers = true"], "--num-cpu": ['num_cpu = "all"'],
+    "unknown key worker (perhaps workers?)": ["worker = 2"], "key colour": ["colour = 1"],
+    "key what": ["what = 1"],
     "script": ["script = 3"], "algos/x.py": ['script = "algos/x.py"'],
     "no_such": ['script = "no_such:function"', 'script = "math:no_such"'],
 }
 BAD_PARAMS = {  # the same, in [params]
-    "params.gama: no such argument in fake_script": ["gama = 0.9"],
+    "params.gama: no such argument in fake_script (perhaps gamma?)": ["gama = 0.9"],
+    "params.env: no such argument in fake_script (perhaps env_id?)": ["env = 1"],
     "--gamma": ["gamma = nan", 'gamma = ["high"]', '"gamma:x" = 1', "gamma = true"],
-    "--gamma must be between 0 and 1": ["gamma = 2"], "--compile": ["compile = 1"],
+    "--gamma: Input should be less than": ["gamma = 2"], "--compile": ["compile = 1"],
     "JSON": ["env_kwargs = {a = nan}"], "keyword argument 'speed'": ['"env_kwargs:speed" = 3'],
     "--epochs": ["epochs = 2.5", "epochs = 0"], "[[64, ...]]": ["hidden_sizes = [64, 64]"],
     "no_package": ['env_id = "no_package:Env-v0"'],
@@ -175,7 +178,7 @@ LINES = {  # the same, on a command line
     "there may be options": ["bad.toml b.toml", "bad.toml --gamma 1"],
     "gama": [f"{FAKE} --gama 1"], "too long": [f"{FAKE} --gamma[{'x' * 300}] 0.9 1"],
     "gamma": [f"{FAKE} --gamma", f"{FAKE} --gamma 0.9 --gamma 0.8"],
-    "--workers": [f"{FAKE} --workers 0", f"{FAKE} --workers"], "x": [f"{FAKE} --dry-run x"],
+    "workers": [f"{FAKE} --workers 0", f"{FAKE} --workers"], "x": [f"{FAKE} --dry-run x"],
 }
 # fmt: on
 CASES = [(text, "bad.toml", word) for word, texts in BAD.items() for text in texts]
@@ -190,8 +193,10 @@ def test_bad_sweeps_and_lines_are_one_line_and_launch_nothing(main, monkeypatch,
     Path("bad.toml").write_text(head + text)
     monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("launched"))
     code, _, said = main(*line.split())
-    assert code == 2 and said.startswith("grid.py: error: ") and said.count("\n") == 1
-    assert word in said and (not text or "bad.toml" in said)
+    assert code == 2 and word in said and (not text or "bad.toml" in said)
+    assert (
+        said.startswith("grid.py: error: ") and said.count("\n") == 1
+    ) or "full helptext" in said
     assert os.listdir() == ["bad.toml"]
 
 
@@ -235,15 +240,17 @@ def test_numbers_of_numpy_in_a_table_stay_numbers():
 def test_dry_run_prints_commands_and_makes_nothing(main, tmp_path):
     sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1]\ncompile = true", "num_cpu = 2")
     code, out, _ = main(sweep, "--dry-run")
-    commands = [shlex.split(line) for line in out.splitlines() if line[0] != "#"]
+    head, *lines = out.splitlines()
+    commands = [shlex.split(line) for line in lines]
     assert code == 0 and len(commands) == 2 and os.listdir() == ["a.toml"]
+    assert head == "# sweep: 2 runs, 2 not started"
     words = commands[1]
     assert words[0].endswith("mpirun") and words[1:5] == ["-np", "2", sys.executable, str(FAKE)]
     assert "--compile" in words and "--seed=1" in words
     subprocess.run(commands[0], check=True)  # what it prints is what it runs
-    _, out, _ = main(sweep, "--dry-run")
-    assert "sweep_s0: finished before\n# " in out
-    assert re.search(r"sweep_s1: not started\n['/]", out)  # quoted where the path holds a space
+    head, first, second = main(sweep, "--dry-run")[1].splitlines()
+    assert head == "# sweep: 2 runs, 1 finished before, 1 not started"
+    assert first.endswith("sweep_s0: finished before") and shlex.split(second) == commands[1]
 
 
 # ------------------------------------------------------------------------------------ many scripts
@@ -279,6 +286,10 @@ def test_a_sweep_runs_all_and_a_second_time_none(main, tmp_path):
     code, out, _ = main("a.toml")
     assert code == 0 and "sweep: 4 runs, 4 finished before, in" in out
     assert contents(tmp_path) == before
+    command = out.splitlines()[-1].removesuffix(" plots the curves")
+    assert command.endswith("/data/sweep*")
+    plotted = subprocess.run(f"{command} --csv a.csv", shell=True, capture_output=True, text=True)
+    assert not plotted.returncode and Path("a.csv").read_text().count("-v4,sweep,") == 6, plotted
 
 
 def test_more_epochs_make_a_run_longer_and_other_arguments_leave_it(main, tmp_path):
@@ -293,6 +304,8 @@ def test_more_epochs_make_a_run_longer_and_other_arguments_leave_it(main, tmp_pa
     assert code == 1 and "1 another run, 1 finished" in out and "gamma was 0.99, is 0.8" in out
     assert "The same command" not in out
     assert "ranks was 1, is 2" in main(write_sweep(sweep), "--num-cpu", 2)[1]
+    out = main(write_sweep(sweep, '"env_kwargs:ctrl_cost_weight" = 2'))[1]
+    assert "1 another run, in" in out and "env_kwargs was {}, is {'ctrl_cost_weight': 2}" in out
     assert table.read_text() == longer
 
 
@@ -307,6 +320,9 @@ def test_a_failed_run_stops_no_other_and_is_retried_on_request(main, tmp_path):
     assert "    RuntimeError: it broke" in part and f"    log: {directory}/launch.log" in part
     (tmp_path / "data" / "fixed").write_text("")
     assert "failed before" in main(sweep)[1] and returns(directory) == [1]
+    heads = [main(sweep, "--dry-run", *more)[1].split("\n")[0] for more in ([], ["--retry-failed"])]
+    assert heads[0].endswith("1 failed before, 1 finished before, 2 not started")
+    assert heads[1].endswith("1 finished before, 3 not started")
     assert "--retry-failed" in out and "finished" in main(sweep, "--retry-failed")[1]
     assert returns(directory) == [1, 2, 3]
 
@@ -314,6 +330,8 @@ def test_a_failed_run_stops_no_other_and_is_retried_on_request(main, tmp_path):
 def test_ranks_and_cores(main, tmp_path, monkeypatch):
     assert main(write_sweep(tmp_path / "a.toml", "", "num_cpu = 3"))[0] == 0
     assert read(tmp_path / "data/sweep/sweep_s0")["ranks"] == 3
+    # The command line wins over the file.
+    assert "ranks was 3, is 2" in main(tmp_path / "a.toml", "--num-cpu", 2, "--dry-run")[1]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
     sweep = grid.Sweep(grid.ExperimentGrid("x"), FAKE, grid.Options(num_cpu="auto", workers=2))
     assert grid.plan(sweep)[0].fixed["ranks"] == 4
@@ -348,31 +366,19 @@ def test_the_reason_why_a_run_has_no_return_is_said(main):
     assert code == 0 and "no return: no episode ended" in out and "nan" not in out
 
 
-@pytest.mark.parametrize("more", [["--dry-run"], []])
-def test_an_environment_that_a_script_refuses_is_a_bad_sweep(main, more):
-    """Of all its runs, one is refused: nothing is started."""
-    words = [ROOT / "algos/ppo_torch.py", ROOT / "algos/sac_torch.py", "--env-id", "CartPole-v1"]
-    code, _, said = main(*words, *more)
-    text = "params: sac_torch: CartPole-v1 has Discrete actions; supported: Box\n"
-    assert (code, said) == (2, f"grid.py: error: {text}") and not os.listdir()
-    code, _, said = main(*words[1:2], "--env-kwargs:speed", "3", *more)
-    assert code == 2 and "cannot make HalfCheetah-v4" in said and "'speed'" in said
-
-
 def test_two_sweeps_at_once_share_the_runs(tmp_path):
-    """Both wait for what another process is at work on. Neither starts it, nor calls it failed."""
+    """Each leaves what another process is at work on, and does not call it failed."""
     sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1, 2]\nepoch_seconds = 0.3")
     runs = [tmp_path / f"data/sweep/sweep_s{seed}" for seed in range(3)]
     runs[2].mkdir(parents=True)
     with open(runs[2] / ".lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         both = [start_grid(tmp_path, sweep) for _ in range(2)]
-        wait_for(lambda: len(returns(runs[1])) == 3)
-        assert not (runs[2] / "launch.log").exists()
-    texts = [process.communicate(timeout=120)[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0], texts
-    assert all("in use    " in text for text in texts)
-    assert [returns(run) for run in runs] == [[100 * s + k for k in (1, 2, 3)] for s in range(3)]
+        texts = [process.communicate(timeout=120)[0] for process in both]
+    assert [process.returncode for process in both] == [1, 1], texts
+    assert all(f"in use: {runs[2]}: another" in text and "failed: " not in text for text in texts)
+    assert [returns(run) for run in runs] == [[1, 2, 3], [101, 102, 103], []]
+    assert os.listdir(runs[2]) == [".lock"]
 
 
 def test_a_file_in_the_way_fails_and_is_not_waited_for(main, tmp_path):
@@ -563,8 +569,22 @@ def test_scripts_from_python(tmp_path, monkeypatch):
     assert (config["hidden_sizes"], config["activation"]) == ([8, 4], "tanh")
     assert not grid.call_experiment("two", str(FAKE), data_dir="out", fail_at=0)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert grid.call_experiment("three", str(FAKE), data_dir="~/home")
-    assert read(Path("home/three/three_s0"))["data_dir"] == f"{tmp_path}/home"
+    assert grid.call_experiment("three", str(FAKE), 4, num_cpu=2, data_dir="~/home")
+    config = read(Path("home/three/three_s4"))
+    assert (config["ranks"], config["data_dir"]) == (2, f"{tmp_path}/home")
+    assert grid.call_experiment("four", str(FAKE), datestamp=True)
+    assert len([*Path("data").glob("2*_four/2*-four_s0/progress.txt")]) == 1
+
+
+def test_options_of_a_grid_are_those_of_its_sweep(monkeypatch):
+    """What they do is tested with sweeps on the command line."""
+    sweeps = []
+    monkeypatch.setattr(grid, "run_sweep", lambda sweep: sweeps.append(sweep) or 1)
+    g = grid.ExperimentGrid("x")
+    assert not g.run(FAKE, 3, "there", True, 2, True)
+    (sweep,) = sweeps
+    options = grid.Options((), None, 3, 2, "there", True, retry_failed=True)
+    assert (sweep.grid, sweep.script, sweep.options) == (g, FAKE, options)
 
 
 def test_an_environment_of_ones_own_is_found(main, tmp_path):
@@ -595,7 +615,7 @@ def test_a_stopped_or_killed_sweep_leaves_no_process_and_goes_on(main, tmp_path,
         assert process.returncode == 128 + signum and not processes(tmp_path)
         assert "2 interrupted, 1 not started" in text and "The same command goes on" in text
         assert [read_status(r)["status"] for r in runs[:2]] == ["interrupted"] * 2
-    assert not runs[2].exists()
+    assert not runs[2].exists() and "Warning" not in text
     code, out, _ = main(sweep)
     assert code == 0 and "3 finished, in" in out
     assert [returns(r) for r in runs] == [[100 * i + k for k in range(1, 16)] for i in range(3)]

@@ -1,7 +1,9 @@
 """benchmark/plot.py: what is read, what is averaged, what is drawn, what is refused."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import matplotlib
 
@@ -12,7 +14,7 @@ import pandas as pd
 import pytest
 from conftest import ROOT, run
 
-from benchmark import plot
+from benchmark import intervals, plot
 
 STEPS = "TotalEnvInteracts"
 
@@ -153,9 +155,66 @@ def test_a_run_whose_episodes_never_end_is_explained(tmp_path, capsys):
     assert len(plot.make_plots([str(tmp_path)]).axes[0].lines) == 1
     said = capsys.readouterr().err
     assert "left out never: no episode finished within an epoch" in said and "plot CutEpRet" in said
-    assert f"left out {tmp_path}/other/other_s0: no column Performance of numbers\n" in said
+    has = f"no column Performance of numbers, only Epoch, Loss, CutEpRet, {STEPS}, Time\n"
+    assert f"left out {tmp_path}/other/other_s0: {has}" in said
     (curve,) = plot.make_plots([f"{tmp_path}/never"], value=("CutEpRet",)).axes[0].lines
     assert curve.get_ydata().tolist() == [-5, -5]
+
+
+# --------------------------------------------------------------------------------------- comparing
+
+
+def test_two_directories_are_compared(tmp_path, monkeypatch, capsys):
+    """Against scipy, at the last step that all runs of an environment have reached."""
+    from scipy import stats
+
+    mine, base = np.array([230.0, 310, 250]), np.array([120.0, 240, 100, 130])
+    for env, *both in (("Hopper-v4", mine, base), ("Ant-v4", -base / 100, -mine / 100)):
+        for name, values in zip(("mine", "mine_base"), both, strict=True):
+            for seed, x in enumerate(values):
+                write_run(tmp_path / name, f"x_{env}", seed, [0, x, *[999] * (seed > 0)], env)
+    monkeypatch.chdir(tmp_path)
+
+    def rows(*flags):
+        plot.main(["mine", "mine_base", "--compare", *flags])
+        said, _, printed = capsys.readouterr().out.partition("P(A > B)\n")
+        assert said.startswith("A: mine\nB: mine_base\n")
+        return {line.split()[0]: line for line in printed.partition("\n\n")[0].splitlines()}
+
+    def wanted(x, y, digits):
+        test = stats.ttest_ind(x, y, equal_var=False)
+        half = np.diff(test.confidence_interval())[0] / 2
+        parts = [rf"\{x.mean() - y.mean():+.{digits}f} ± {half:.{digits}f}"]
+        parts += [rf"{stats.trim_mean(v, 0.25):.{digits}f} \(\S+ to \S+\)" for v in (x, y)]
+        better = stats.mannwhitneyu(x, y).statistic / x.size / y.size
+        return " +".join([*parts, rf"{better:.2f} \(\S+ to \S+\)$"])
+
+    found = rows()
+    assert re.search(rf"Hopper-v4 +2k +3, 4 +{wanted(mine, base, 0)}", found["Hopper-v4"])
+    assert re.search(rf"2k +4, 3 +{wanted(-base / 100, -mine / 100, 2)}", found["Ant-v4"])
+    low, high = intervals.bootstrap(intervals.improvement, [mine], [base])[1:]
+    assert found["Hopper-v4"].endswith(f" ({low:.2f} to {high:.2f})")
+    # Over both, as shares of the base's mean, 147.5 and -2.633.
+    scaled = [[mine / 147.5, -base / 263.33], [base / 147.5, -mine / 263.33]]
+    both = [[(v.mean(), v.std(ddof=1), len(v)) for v in group] for group in scaled]
+    parts = [r"\{:+.2f} ± {:.2f}".format(*intervals.welch(*zip(*both, strict=True)))]
+    parts += [rf"{stats.trim_mean(np.concatenate(group), 0.25):.2f} \(.*\)" for group in scaled]
+    assert re.search(" +".join([*parts, r"0\.92 \("]), found["all"])
+    smooth = [[x[0] / 2, *(x[1:] + 999) / 3] for x in (mine, base)]
+    assert re.search(wanted(*map(np.array, smooth), 0), rows("--smooth", "3")["Hopper-v4"])
+    cut = rows("--value", "CutEpRet", "--xaxis", "Epoch")["Hopper-v4"]
+    assert re.search(r"Hopper-v4 +2 +3, 4 +\+0\.00 ± 0\.00 +-5\.00 ", cut)
+    (one,) = rows("--select", "Hopper", "_s0").values()
+    assert re.fullmatch(r" *Hopper-v4 +2k +1, 1 +\+110 +230 +120 +1.00", one)
+    write_run(tmp_path / "mine", "y", 0, [1], "Ant-v4")
+    for words, text in [
+        (["mine", "mine_base"], "Ant-v4 has more than two experiments, x_Ant-v4, y, x_Ant-v4: "),
+        (["mine", "mine_base", "--select", "/y/"], "nothing to compare"),
+        (["mine"], "--compare takes two directories"),
+    ]:
+        with pytest.raises(SystemExit):
+            plot.main([*words, "--compare"])
+        assert f"plot.py: error: {text}" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------- figures
@@ -179,11 +238,13 @@ def test_experiments_that_the_environment_alone_tells_apart(tmp_path):
 
 
 def test_one_line_a_run_over_several_directories(tmp_path):
-    for day, ret in (("monday", 0), ("tuesday", 100)):
-        write_run(tmp_path / day, "ppo", 0, [ret])
+    """It is named by its seed, and by a number where two have the same."""
+    for day, seed, ret in (("monday", 3, 0), ("tuesday", 3, 100), ("tuesday", 5, 7)):
+        write_run(tmp_path / day, "ppo", seed, [ret])
     datasets = plot.get_all_datasets([str(tmp_path / "monday"), str(tmp_path / "tuesday")])
     curves = plot.collect_curves(datasets, STEPS, "Performance", count=True)
-    assert [curve["mean"].tolist() for curve in curves] == [[0], [100]]
+    labels = [(curve.attrs["label"], *curve["mean"]) for curve in curves]
+    assert labels == [("ppo-0", 0), ("ppo-1", 100), ("ppo, seed 5", 7)]
 
 
 def test_one_panel_an_environment_with_its_curves(tmp_path):
@@ -202,6 +263,8 @@ def test_one_panel_an_environment_with_its_curves(tmp_path):
         np.testing.assert_allclose(lines["x_ppo"].get_ydata(), np.arange(40) * 2 + 1)
         assert lines["x_ppo"].get_color() == lines["published PPO (torch)"].get_color()
         assert lines["published PPO (torch)"].get_xdata()[-1] == ax.get_xlim()[1] == 40_000
+        bands = [tuple(band.get_facecolor()[0][:3]) for band in ax.collections]
+        assert not {*bands[:2]} & {*bands[2:]}  # ours and the published ones are told apart
         # The bands reach one standard deviation to either side; ours is that of 0, 1 and 2.
         steps, mean, std = (x[0] for x in plot.reference_curve("ppo", "torch", ax.get_title())[1:])
         corners = [collection.get_paths()[0].vertices.tolist() for collection in ax.collections]
@@ -222,11 +285,14 @@ def test_a_published_curve_beyond_a_short_run_is_not_named(tmp_path, capsys):
         write_run(tmp_path, "sac", seed, [1, 2, 3], **more)
     figure = plot.make_plots([str(tmp_path)], reference=True, count=True)
     line, _ = figure.axes[0].lines
-    assert line.get_label() == "sac-0" and figure.axes[0].get_ylim()[1] < 4
+    assert line.get_label() == "sac, seed 0" and figure.axes[0].get_ylim()[1] < 4
     assert figure.axes[0].get_ylabel() == "average test return" and not figure.get_supxlabel()
-    said = "plot.py: there is no published curve of sac on Hopper-v4 before 3000 steps\n"
-    assert capsys.readouterr().err == said
+    said = "plot.py: there is no published curve of sac on Hopper-v4"
+    assert capsys.readouterr().err == f"{said} before 19999 steps\n"
     assert plot.reference_curve("ppo", "torch", "CartPole-v1") is None
+    write_run(tmp_path / "pole", "sac", 0, range(99), "CartPole-v1")
+    plot.make_plots([str(tmp_path / "pole")], reference=True)
+    assert capsys.readouterr().err == "plot.py: there is no published curve of ppo on CartPole-v1\n"
 
 
 def test_a_published_curve_beside_several_and_a_long_title(tmp_path):
@@ -237,6 +303,59 @@ def test_a_published_curve_beside_several_and_a_long_title(tmp_path):
     (ax,) = plot.make_plots([str(tmp_path)], reference=True).axes
     assert len({line.get_color() for line in ax.lines}) == len(ax.lines) == 3
     assert ax.get_title().replace("\n", "") == env and max(map(len, ax.get_title().split())) < 50
+
+
+def test_of_several_environments_and_values_each_value_has_a_row(tmp_path):
+    for env in ("Hopper-v4", "Ant-v4"):
+        write_run(tmp_path, f"x_env{env.lower()}", 0, [1, 2], env)
+    write_run(tmp_path, "y", 0, [1], "Swimmer-v4", column="Loss")
+    figure = plot.make_plots([str(tmp_path)], value=("CutEpRet", "AverageEpRet", STEPS))
+    shown = [(ax.get_ylabel(), ax.get_title()) if ax.axison else () for ax in figure.axes]
+    names = ("return so far of cut episodes", "average return", "environment steps")
+    tasks = ("Ant-v4", "Hopper-v4", "Swimmer-v4")
+    wanted = [(name, task) for name in names for task in tasks]
+    wanted[5] = ()  # it has no such column
+    assert shown == wanted and len({ax.get_position().y0 for ax in figure.axes}) == 3
+
+
+def test_every_flag_has_its_effect(tmp_path, monkeypatch):
+    """On the numbers that the command writes, worked by hand."""
+    for seed, returns in enumerate(([1, 5, 3], [3, 1, 8], [8, 9, 4])):
+        write_run(tmp_path, "ppo", seed, returns)
+    write_run(tmp_path, "trpo", 0, [4, 4, 4])
+    monkeypatch.chdir(tmp_path)
+
+    def curves(flags):
+        """{label: [x, centers, n]}"""
+        plot.main(["p", "t", "--csv", "a.csv", *flags.split()])
+        table = pd.read_csv("a.csv").groupby("label")
+        return {k: [t.iloc[:, 5].tolist(), t.iloc[:, 6].tolist(), max(t.n)] for k, t in table}
+
+    steps, trpo = [1000, 2000, 3000], [4, 4, 4]
+    ppo, usual = [steps, [4, 5, 5], 3], {"trpo": [steps, trpo, 1]}
+    usual["ppo"] = ppo
+    for flags, changed in {
+        "": {},
+        "--smooth 3": {"ppo": [steps, pytest.approx([4.5, 14 / 3, 5]), 3]},
+        "--est median": {"ppo": [steps, [3, 5, 4], 3]},
+        "--value CutEpRet": {k: [steps, [-5, -5, -5], x[2]] for k, x in usual.items()},
+        "--exclude ppo_s0 trpo": {"trpo": None, "ppo": [steps, [5.5, 5, 6], 2]},
+        "--select _s0": {"ppo": [steps, [1, 5, 3], 1]},
+        "--select trpo --xaxis Time": {"trpo": [[2.5, 5, 7.5], trpo, 1], "ppo": None},
+        "--legend A B": {"ppo": None, "A": ppo, "trpo": None, "B": usual["trpo"]},
+        "--select _s1 --count": {"trpo": None, "ppo": None, "ppo, seed 1": [steps, [3, 1, 8], 1]},
+    }.items():
+        wanted = {k: x for k, x in (usual | changed).items() if x}
+        assert curves(flags) == wanted, flags
+    assert not list(tmp_path.glob("plot.*"))
+    shown = []
+    monkeypatch.setattr("matplotlib.pyplot.show", lambda: shown.append(1))
+    plot.main(["ppo", "--show"])
+    assert shown and not list(tmp_path.glob("plot.*"))
+    write_run(tmp_path, "long", 0, range(40))
+    for flags in ([], ["--reference"]):
+        plot.main(["long", "--out", "a.svg", *flags])
+        assert ("published PPO" in Path("a.svg").read_text()) is bool(flags)
 
 
 def test_command_line_writes_figures_and_numbers(tmp_path):
@@ -261,7 +380,7 @@ def test_command_line_writes_figures_and_numbers(tmp_path):
         (["nothing"], "nothing"),
         (["ppo", "--value", "Speed"], "Speed"),
         (["ppo", "--value", "Condition1"], "Condition1"),
-        (["ppo", "--smooth", "0"], "--smooth"),
+        (["ppo", "--smooth", "0"], "smooth"),
         (["ppo", "--out", "a.docx"], "docx"),
         (["ppo", "-o", "no/a.png"], "no/a.png"),
         (["ppo", "-l", "a", "b"], "--legend"),
@@ -274,6 +393,6 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, word):
     with pytest.raises(SystemExit) as stopped:
         plot.main(args)
     assert stopped.value.code == 2
-    said = capsys.readouterr().err.strip().splitlines()
-    assert said[-1].startswith("plot.py: error: ") and word in said[-1]
+    said = capsys.readouterr().err
+    assert word in said and ("full helptext" in said or "plot.py: error: " in said.splitlines()[-1])
     assert not list(tmp_path.glob("*.png"))

@@ -1,9 +1,11 @@
 """benchmark/report.py: what is collected and computed, and that the committed pages are current."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
@@ -11,7 +13,7 @@ import pandas as pd
 import pytest
 from conftest import ROOT, contents
 
-from benchmark import plot, report
+from benchmark import intervals, plot, report
 
 PLAIN = {"hidden_sizes": [64, 32], "activation": "tanh", "steps_per_epoch": 4000, "gamma": 0.99}
 VERSIONS = {"cpu": "B", "numpy": "2", "python": "3"}
@@ -19,7 +21,7 @@ COMMIT = "12e4567890abcdef"  # looks like a number once it is cut
 
 
 def write_run(data_dir, seed, returns, script="ppo_torch.py", env="Hopper-v4", **config):
-    run = data_dir / f"{script}_{env}" / f"s{seed}"
+    run = data_dir / config.pop("folder", f"{script}_{env}/s{seed}")
     run.mkdir(parents=True, exist_ok=True)
     config = {**PLAIN, "script": script, "env_id": env, "seed": seed, "exp_name": "x", **config}
     (run / "config.json").write_text(json.dumps({"git_commit": COMMIT, "ranks": 1, **config}))
@@ -113,9 +115,12 @@ def test_cells_are_smoothed_by_seed_and_compared_with_the_reference(tmp_path, mo
             ends.append(y[244:255].mean() if epochs > 254 else y[244:251].mean())
     for seed, epochs in enumerate((75, 75, 250)):
         write_run(tmp_path / "data", seed, [40.0] * epochs, env="Swimmer-v4")
-    for seed in range(3):
-        more = {"exp_name": "strong_x", "script": "vpg_torch.py", "env": "Ant-v4"}
-        write_run(tmp_path / "data", seed, [1000.0 * seed] * 250, **more)
+    for seed in range(6):
+        y, other = (
+            [1000.0 * seed] * 250,
+            {"gamma": 0.9999} if seed > 2 else {"exp_name": "strong_x"},
+        )
+        write_run(tmp_path / "data", seed, y, "vpg_torch.py", "Ant-v4", **other)
     report.collect([str(tmp_path / "data")], tmp_path)
     results = report.Results(tmp_path)
     cheetah, *swimmer = results.cells[results.cells.settings == "plain"].itertuples()
@@ -129,7 +134,8 @@ def test_cells_are_smoothed_by_seed_and_compared_with_the_reference(tmp_path, mo
     cells = f"{cheetah.ours} | – | – | {swimmer[0].ours}; 40 (1) | – |"
     assert f"**PPO, PyTorch** | {cells}" in tables[0]
     assert "| 5700, tianshou-pytorch, HalfCheetah-v3 |" in tables[0] and "Flow 1**" not in tables[0]
-    assert "strong** | – | – | – | – | 1000 ± 2500 (3) |" in tables[1]
+    for kind, mean in (("strong", 1000), ("gamma 0.9999", 4000)):
+        assert f"{kind}** | – | – | – | – | {mean} ± 2500 (3) |" in tables[1]
     text = report.verdict(results, ["ppo"])
     assert "below 0 in 2 of 2 cells (ppo_torch on HalfCheetah, Swimmer)" in text
     assert "above 0 in 0 of 2 cells. These cells have 3 seeds." in text
@@ -174,19 +180,26 @@ def test_intervals_are_those_of_scipy():
     rng = np.random.default_rng(1)
     x, y = rng.normal(0, 2, 3), rng.normal(1, 5, 10)
     wanted = stats.ttest_ind(x, y, equal_var=False).confidence_interval(0.95)
-    difference, half = report.welch(*((v.mean(), v.std(ddof=1), len(v)) for v in (x, y)))
+    pair = [(v.mean(), v.std(ddof=1), len(v)) for v in (x, y)]
+    difference, half = intervals.welch(pair)
     np.testing.assert_allclose([difference - half, difference + half], wanted, rtol=1e-4)
-    assert np.isnan(report.welch((1, np.nan, 1), (2, 3, 10))[1])
+    assert np.isnan(intervals.welch(((1, np.nan, 1), (2, 3, 10)))[1])
+    assert intervals.welch(((1, 0, 3), (2, 0, 10))) == (-1, 0)
+    # Two equal tasks: the mean of their differences has half the variance, and twice the freedom.
+    df = stats.ttest_ind(x, y, equal_var=False).df
+    wanted = half / np.sqrt(2) * stats.t.ppf(0.975, 2 * df) / stats.t.ppf(0.975, df)
+    np.testing.assert_allclose(intervals.welch(pair, pair), [difference, wanted])
 
     def iqm(*tasks, axis=-1):
         return stats.trim_mean(np.concatenate(tasks, axis=axis), 0.25, axis=axis)
 
-    np.testing.assert_allclose(report.iqm([x, y]), iqm(x, y))
+    np.testing.assert_allclose(intervals.iqm([x, y]), iqm(x, y))
     wanted = stats.mannwhitneyu(x, y).statistic / 30
-    np.testing.assert_allclose(report.improvement([x], [y]), wanted)
+    np.testing.assert_allclose(intervals.improvement([x], [y]), wanted)
     options = {"method": "percentile", "n_resamples": 20_000, "rng": rng}
     wanted = stats.bootstrap((x, y), iqm, **options).confidence_interval
-    np.testing.assert_allclose(report.bootstrap(report.iqm, [x, y])[1:], wanted, atol=0.25)
+    found = intervals.bootstrap(intervals.iqm, [x, y])[1:]
+    np.testing.assert_allclose(found, wanted, atol=0.25)
 
 
 def test_a_run_is_made_again():
@@ -216,8 +229,73 @@ def test_a_run_that_differs_is_told(tmp_path, capsys):
     assert "cpu in runs.csv: B; here: C" in capsys.readouterr().out
     with pytest.raises(ValueError, match="nothing to compare: a point of curves"):
         report.compare(results.runs.iloc[0], again.assign(AverageEpRet=np.nan), results)
-    with pytest.raises(ValueError, match="no plain run of ppo_torch Hopper-v4 7"):
+    with pytest.raises(ValueError, match=r"no plain run of ppo_torch Hopper-v4 7; .* seed 0, 1$"):
         report.verify(["ppo_torch", "Hopper-v4", "7"], "plain", 1, results)
+
+
+def test_a_long_run_made_again_is_compared_by_the_points_that_were_kept(tmp_path, capsys):
+    """Of 750 epochs, a point is the mean of three: seven epochs are two points and a rest."""
+    write_run(tmp_path, 0, np.arange(750.0) / 7, versions=VERSIONS)
+    report.collect([str(tmp_path)], tmp_path)
+    results = report.Results(tmp_path)
+    again = plot.get_datasets(str(tmp_path))[0][:7]
+    assert report.compare(results.runs.iloc[0], again, results)
+    assert capsys.readouterr().out.startswith("6 of 6 epochs equal to the digit\n")
+    again.loc[4, "AverageEpRet"] += 1
+    assert not report.compare(results.runs.iloc[0], again, results)
+    text = "3 of 6 epochs equal to the digit; the numbers part at 24000 steps\n"
+    assert capsys.readouterr().out.startswith(text)
+    with pytest.raises(ValueError, match=r"a point of .* has 3 epochs"):
+        report.compare(results.runs.iloc[0], again[:2], results)
+
+
+def test_a_run_is_made_again_with_its_ranks_arguments_and_setting(tmp_path, monkeypatch, capsys):
+    """In place of the script, a process whose returns depend on all that it is told."""
+
+    class Run:
+        def __init__(self, command, **_):
+            given = dict(re.findall(r"--(\S+?)[ =](\S+)", " ".join(command)))
+            ranks, seed, name = int(given["num-cpu"]), int(given["seed"]), given["exp-name"]
+            config = {"ranks": ranks, "gamma": float(given.get("gamma", 0.99))}
+            config |= {"versions": VERSIONS, "folder": f"{name}/{name}_s{seed}"}
+            returns = np.arange(9) * config["gamma"] + 10 * ranks + 100 * seed
+            write_run(Path(given["data-dir"]), seed, returns, **config)
+            self.code, self.polls = None, 0
+
+        def poll(self):
+            self.polls += 1
+            return self.code if self.polls < 20 else 0  # it ends by itself, too
+
+        def terminate(self):
+            self.code = -15
+
+    for ranks, gamma in ((1, 0.99), (1, 0.5), (2, 0.5)):
+        words = f"python x --num-cpu {ranks} --gamma {gamma} --seed 1 --exp-name x{ranks}{gamma}"
+        Run([*words.split(), "--data-dir", str(tmp_path)])
+    report.collect([str(tmp_path)], tmp_path)
+    results = report.Results(tmp_path)
+    monkeypatch.setattr(report, "Results", lambda: results)
+    monkeypatch.setattr(report, "Popen", Run)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
+    for setting, words in [
+        ("plain", "64 32 --num-cpu 1"),
+        ("--gamma 0.5", "64 32 --gamma 0.5 --num-cpu 1"),
+        ("--gamma 0.5 --num-cpu 2", "64 32 --gamma 0.5 --num-cpu 2"),
+    ]:
+        with pytest.raises(SystemExit) as stopped:
+            row = ["ppo_torch", "Hopper-v4", "1", f"--setting={setting}"]
+            report.main(["--verify", *row, "--epochs", "4"])
+        said = capsys.readouterr()
+        assert said.out.splitlines()[0].endswith(words)
+        assert stopped.value.code == 0 and "\n4 of 4 epochs equal to the digit\n" in said.out
+        assert "4 epochs; 4000 steps took 2.0 s when" in said.out and "4/4" in said.err
+
+
+def test_runs_are_taken_in_before_the_pages_are_made(monkeypatch, capsys):
+    monkeypatch.setattr(report, "collect", lambda logdirs: len(logdirs))
+    monkeypatch.setattr(report, "make", dict)
+    report.main(["--collect", "data/a", "data/b"])
+    assert capsys.readouterr().out == "collected 2 runs\n"
 
 
 def test_tables_go_between_their_marks():

@@ -1,7 +1,11 @@
 """speed.py: in a tiny mode, with a peer that is made up. No time is asserted."""
 
+import json
+import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from conftest import ROOT, run
@@ -46,6 +50,46 @@ def test_table_is_well_formed(tmp_path):
     assert page.read_text().count("\n## ") == 2 and not result.stderr
 
 
+def test_every_flag_reaches_what_is_measured(tmp_path, monkeypatch, capsys):
+    """In place of scripts and peers, processes whose rates depend on all that they are told."""
+    runs = []
+
+    def fake(command, **_):
+        runs.append(command)
+        if command[1] == "-c":
+            env_id, *_, kwargs, switched = command[5:]
+            rate = json.loads(kwargs).get("batch_size", 1) + len(env_id) + 1000 * bool(switched)
+            return subprocess.CompletedProcess(command, 0, f"rate {rate}", "")
+        ranks = int(command[2]) if "-np" in command else 1
+        given = dict(zip(command[::-1][1::2], command[::-1][::2], strict=False))
+        path = Path(given["--data-dir"], "speed", "speed_s0")
+        path.mkdir(parents=True)
+        # The first epoch takes 100 s, those after it 1, 2, 3, 4 and 5.
+        epochs = np.arange(int(given["--epochs"]))
+        rate = ranks * len(given["--env-id"]) * int(given.get("--batch-size", 400)) / 400
+        table = {"TotalEnvInteracts": 60 * rate * epochs, "Time": 100 + epochs * (epochs + 1) / 2}
+        pd.DataFrame(table).to_csv(path / "progress.txt", sep="\t", index=False)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(speed.subprocess, "run", fake)
+    for line, first, second, count in [
+        ("pair ppo_torch sac_torch", 280, 70, 6),  # 14 letters times 300 steps in 15 s
+        ("pair ppo_torch sac_torch --epochs 3 --pairs 1", 560, 140, 2),
+        ("pair ppo_torch sac_torch --env-id Ant-v4 --batch-size 200", 120, 60, 6),
+        ("ranks ppo_torch --pairs 2", 560, 280, 4),
+        ("sb3 ppo_torch", 280, 15, 6),
+        ("sbx sac_torch --batch-size 200 --env-id Ant-v4", 60, 206, 6),
+        ("sb3 sac_torch --peer-switched --peer-python other", 70, 1114, 6),
+    ]:
+        monkeypatch.setattr(sys, "argv", ["speed.py", *line.split()])
+        runs.clear()
+        speed.main()
+        said = capsys.readouterr().out
+        assert f"first: {first}\nsecond: {second}\nratio: {first / second:.2f}\n" in said, line
+        assert len(runs) == count
+    assert {command[0] for command in runs} == {sys.executable, "other"}
+
+
 def test_what_is_committed_is_what_the_command_makes():
     assert speed.page(pd.read_csv(speed.PAGE.with_suffix(".csv"))) == speed.PAGE.read_text()
 
@@ -61,7 +105,7 @@ def test_a_peer_that_cannot_be_imported_is_one_line(tmp_path):
 
 def test_bad_input_is_one_line():
     cases = [
-        (["pair", "nosuch", "ppo_torch", *TINY], "there is no script algos/nosuch.py"),
+        (["pair", "nosuch", "ppo_torch", *TINY], "nosuch.py failed"),
         (["ranks", "ppo_torch", "--epochs", 1], "--epochs must be at least 2: the first one warms"),
         (["ranks", "ppo_torch", "--env-id", "Nope-v0"], "ppo_torch.py failed"),
     ]
