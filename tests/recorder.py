@@ -18,10 +18,10 @@ at_event = {}  # number of such an event: a function that is called then
 class Recorder(gym.Env):
     observation_space = Box(-np.inf, np.inf, (3,), np.float32)
 
-    def __init__(self, discrete=False, events=events):
+    def __init__(self, discrete=False, mean=1, events=events):
         box = Box(np.float32([-1, 0]), np.float32([1, 5]))
         self.action_space = Discrete(3, start=-1) if discrete else box
-        self.events, self.episode = events, 0
+        self.mean, self.events, self.episode = mean, events, 0
 
     def note(self, kind, what):
         self.events.append([kind, what])
@@ -29,7 +29,7 @@ class Recorder(gym.Env):
             at_event.get(len(events), int)()
 
     def observe(self):
-        self.o = np.float32(self.np_random.normal([1, -3, self.t], [2, 0.5, 0.1]))
+        self.o = np.float32(self.np_random.normal([self.mean, -3, self.t], [2, 0.5, 0.1]))
         return self.o.copy()
 
     def reset(self, *, seed=None, options=None):
@@ -39,7 +39,7 @@ class Recorder(gym.Env):
         return self.observe(), {}
 
     def step(self, action):
-        assert self.action_space.contains(action), action
+        assert self.action_space.contains(action), f"{action} is not in {self.action_space}"
         self.note("step", np.asarray(action).tolist())
         o, self.t = self.o, self.t + 1
         steps, *ends = ENDS[self.episode % len(ENDS)]

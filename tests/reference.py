@@ -218,7 +218,6 @@ def on_policy(algo, args, workers):
         for t in reversed(range(len(rew) - 1)):
             adv[t] += args.gamma * args.lam * adv[t + 1] * ~cut[t]
             ret[t] += args.gamma * ret[t + 1] * ~cut[t]
-        ret = adv + val if getattr(args, "td_lambda", False) else ret
         stats["VVals"] = val
         adv, ret, a = tensor((adv - adv.mean()) / (adv.std() + 1e-8)), tensor(ret), tensor(actions)
         with torch.no_grad():
@@ -388,8 +387,8 @@ def off_policy(algo, args, workers):
                 batch = [row for b in batches for row in b[i]]
                 noise = tensor(np.concatenate([x[i] for x in noises], axis=-2))
                 update(map(np.array, zip(*batch, strict=True)), noise, stats)
-            if sac:
-                stats["Alpha"].append(log_alpha.exp().item() if auto else args.alpha)
+        if sac:
+            stats["Alpha"] = [log_alpha.exp().item() if auto else args.alpha]
         for i in range(args.num_test_episodes):
             workers[i % len(workers)].test(epoch, i, best)
         nets = {"mu" if sac else "pi": lambda x: policy(pi, x, 0.0)[0]}

@@ -14,26 +14,14 @@ from conftest import (
     mostly_slow,
     mpi,
     progress,
-    rank_state,
     run,
     run_dir,
-    slow,
 )
 from test_replay import arguments, assert_same_events
 
+from benchmark.reading import read_npz
 from common.mpi import make_rng
 from common.mpi_tf1 import tf
-
-ppo = load_script("ppo_torch")
-
-
-def test_to_env():
-    """Actions are clipped to the bounds, dimension by dimension, in the shape of the space."""
-    box = gym.spaces.Box(np.array([-1, -2], np.float32), np.array([1, 0.5], np.float32))
-    assert ppo.to_env(np.array([3, 3], np.float32), box).tolist() == [1, 0.5]
-    assert ppo.to_env(np.array([-3, -3], np.float32), box).tolist() == [-1, -2]
-    assert ppo.to_env(np.zeros(4, np.float32), gym.spaces.Box(-1, 1, (2, 2))).shape == (2, 2)
-    assert ppo.to_env(2, gym.spaces.Discrete(5, start=-1)) == 1
 
 
 @pytest.mark.parametrize("script", ON_POLICY)
@@ -120,7 +108,7 @@ for epoch in range(4):
         saved = env.state_dict()
         env = NormalizedEnv(plain, True, True, 0.5)
         env.load_state_dict(saved)
-assert len(set(allgather(arrays["obs_mean"].tobytes()))) == 1
+assert (broadcast(arrays["obs_mean"]) == arrays["obs_mean"]).all()
 assert NormalizedEnv(plain, False, True, 0.5).policy_arrays() == {}
 assert NormalizedEnv(plain, True, False, 0.5).normalize_rewards(99) == 99
 print("passed", flush=True)
@@ -140,7 +128,8 @@ def test_policy_npz_acts_on_plain_observations(tmp_path, script):
     train, args = arguments(script, tmp_path, norm_obs=True, norm_rew=True, minibatch_size=0)
     recorder.events.clear()
     assert train(args)
-    directory, env = run_dir(tmp_path, script, args.seed), recorder.Recorder(events=[])
+    directory = run_dir(tmp_path, script, args.seed)
+    env = recorder.Recorder(**args.env_kwargs, events=[])
     policy = dict(np.load(directory / "policy_2.npz"))  # which the third epoch acted with
     policy["weights"] = [(policy[f"weight_{i}"], policy[f"bias_{i}"]) for i in range(3)]
     rng, module, returns = make_rng(args.seed, "rollout", 0, 2), load_script(script), []
@@ -168,11 +157,11 @@ RATES = {"vpg": ["--pi-lr", 1e-2], "trpo": [], "ppo": ["--pi-lr", 1e-3]}
 # {environment: (epochs, at most in the first, at least in the best)}; the most there is in the
 # best is 500 and 1000. VPG is the slowest by far.
 GOALS = {"CartPole-v1": (25, 50, 300), "InvertedPendulum-v4": (35, 20, 500)}
-LEARNERS = [("ppo_torch", "CartPole-v1"), ("trpo_torch", "InvertedPendulum-v4")]
-LEARNERS += [slow(s, e) for s in ON_POLICY for e in GOALS if (s, e) not in LEARNERS]
 
 
-@pytest.mark.parametrize("script, env_id", LEARNERS)
+@pytest.mark.slow
+@pytest.mark.parametrize("env_id", GOALS)
+@pytest.mark.parametrize("script", ON_POLICY)
 def test_learns(tmp_path, script, env_id):
     """Returns of discrete and of continuous actions, from chance to good."""
     epochs, first, best = GOALS[env_id]
@@ -187,7 +176,16 @@ def test_learns(tmp_path, script, env_id):
 def test_two_ranks_agree_and_resume_exactly(tmp_path, script):
     """Stopped after two epochs of four and resumed, with two ranks: the same table and policy."""
     source = f"""
+import numpy as np
 from conftest import load_script
+from common.logger import EpochLogger
+from common.mpi import proc_id
+
+def write_checkpoint(self, arrays, buffer, real=EpochLogger._write_checkpoint):
+    np.savez(f"{{self.exp_name[0]}}_{{proc_id()}}.npz", **arrays)
+    real(self, arrays, buffer)
+
+EpochLogger._write_checkpoint = write_checkpoint
 script = load_script("{script}")
 for name, epochs, resume in (("whole", 4, False), ("parts", 2, False), ("parts", 4, True)):
     args = script.Args(env_id="CartPole-v1", steps_per_epoch=400, train_v_iters=5)
@@ -203,12 +201,11 @@ for name, epochs, resume in (("whole", 4, False), ("parts", 2, False), ("parts",
     pd.testing.assert_frame_equal(progress(whole), progress(parts), check_exact=True)
 
     # Parameters and optimizers are the same on both ranks, and in both runs.
-    first, *others = [rank_state(run, i) for run in (whole, parts) for i in (0, 1)]
+    first, *others = [read_npz(tmp_path / f"{name}_{i}.npz") for name in "wp" for i in (0, 1)]
     assert sum(np.size(x) for x in first.values()) > 10000
     for other in others:
         assert first.keys() == other.keys()
-        differ = {key for key, x in first.items() if not np.array_equal(x, other[key])}
-        assert differ <= {"logger/time", "logger/best", "logger/step"}  # what rank 0 alone knows
+        assert all(np.array_equal(x, other[key]) for key, x in first.items())
 
 
 def test_tf1_scripts_do_without_keras_and_eager_code():
