@@ -1,0 +1,138 @@
+"""Probes find what is wrong with a script, and nothing with ours.
+
+    python tests/test_probes.py [NAME ...]
+
+makes the table of exercises/PROBES.md, which probe sees which bug of bugs.toml: a line for each
+bug, or for those named. It takes about half a minute a bug.
+"""
+
+import re
+import shutil
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from conftest import NO_TENSORFLOW, ROOT, SCRIPTS, run, slow
+
+sys.path.insert(0, str(ROOT / "exercises"))
+import exercise
+import probe as program
+
+BUGS = tomllib.loads((ROOT / "tests" / "bugs.toml").read_text())["bug"]
+BUGS = [bug for bug in BUGS if not bug["files"][0].startswith("benchmark/")]
+PROBES = {probe["name"]: probe for probe in program.TABLE["probe"]}
+
+
+def judge(script, *names):
+    """The names of the probes that are right and of those that are wrong, and what was printed."""
+    if NO_TENSORFLOW and "_tf1" in str(script):
+        pytest.skip("needs TensorFlow")
+    result = run(ROOT / "exercises" / "probe.py", script, *names, check=False, timeout=1200)
+    lines = re.findall("^(.{22}) (ok|WRONG)$", result.stdout, flags=re.M)
+    right, wrong = ([name.strip() for name, how in lines if how == x] for x in ("ok", "WRONG"))
+    assert lines and result.returncode == bool(wrong), result.stdout + result.stderr
+    return right, wrong, result.stdout
+
+
+def plant(bug, folder):
+    """Copy algos/ and common/, one file with a bug; returns the path of a script that has it."""
+    for part in ("algos", "common"):
+        shutil.copytree(ROOT / part, folder / part)
+    for path in map(folder.joinpath, bug["files"]):
+        path.write_text(path.read_text().replace(bug["old"], bug["new"]))
+    if bug["files"][0].startswith("common/"):
+        return folder / "algos" / f"ppo_{'tf1' if 'tf1' in bug['files'][0] else 'torch'}.py"
+    return folder / next((x for x in bug["files"] if Path(x).stem in bug["test"]), bug["files"][0])
+
+
+def row(bug):
+    """The line about a bug in the table."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = plant(bug, Path(folder))
+        _, wrong, _ = judge(script)
+        names = [name for name in program.probes_for(script.read_text()) if name in wrong]
+        return f"| {bug['name']} | {script.stem} | {', '.join(names) or '-'} |"
+
+
+def test_names_and_environments():
+    """Exercises that are named are there, and probes keep to Gymnasium's rules."""
+    named = re.findall(r"bug-[\w-]+", (ROOT / "exercises" / "probes.toml").read_text())
+    assert named and set(named) <= exercise.exercises().keys()
+    for name, probe in PROBES.items():
+        env_id, kwargs = f"probes:{probe.get('env', name)}-v0", probe.get("env_kwargs", {})
+        for kind in probe.get("actions", ["Box"]):
+            env = gym.make(env_id, **kwargs, discrete=kind != "Box")  # with Gymnasium's checker
+            assert env.observation_space.contains(env.reset(seed=0)[0])
+            assert env.observation_space.contains(env.step(env.action_space.sample())[0])
+
+
+@pytest.mark.parametrize("name", ["OneStep", "Sees", "TwoSteps", "TimeLimit", "Changes"])
+def test_values_are_discounted_sums(name):
+    """Of the rewards that follow an observation, if no time limit ends them."""
+    env = gym.make(f"probes:{PROBES[name].get('env', name)}-v0", disable_env_checker=True)
+    gamma, sums = program.TABLE["flags"]["gamma"], {}
+    for episode in range(500):
+        (o, _), terminated, path = env.reset(seed=0 if episode == 0 else None), False, []
+        while not terminated and len(path) < 50:
+            seen = float(o[0])
+            o, r, terminated, *_ = env.step(env.action_space.sample())
+            path.append((seen, r))
+        for t, (seen, _) in enumerate(path[:2] if episode >= 400 else []):
+            ret = sum(gamma**k * r for k, (_, r) in enumerate(path[t:]))
+            sums.setdefault(seen, []).append(ret)
+    values = [np.mean(x) for x in sums.values()]
+    answers = {"Average value": np.mean, "Max value": np.max, "Min value": np.min}
+    for answer in PROBES[name]["answer"]:
+        if answer["what"] in answers:
+            assert answers[answer["what"]](values) == pytest.approx(answer["is"], abs=0.05)
+
+
+QUICK = "TwoSteps", "SeesAndActs"
+
+
+@pytest.mark.parametrize(
+    "script, names", [(s, QUICK) for s in SCRIPTS] + [slow(s, ()) for s in SCRIPTS]
+)
+def test_the_scripts_are_right(script, names):
+    """A critic that bootstraps and a policy that follows what it sees; all else is slow."""
+    right, wrong, said = judge(ROOT / "algos" / f"{script}.py", *names)
+    assert not wrong and len(right) >= len(names), said
+
+
+def test_a_bug_is_found_and_explained(tmp_path):
+    """By the probe that is about it and by no other, with the exercise that shows it."""
+    script = plant(next(bug for bug in BUGS if bug["name"] == "truncated-is-terminal"), tmp_path)
+    right, wrong, said = judge(script, "OneStep", "TimeLimit")
+    assert (right, wrong) == (["OneStep"], ["TimeLimit"]) and "bug-truncation" in said
+    assert re.search(r"MaxVVals is 1\.\d+, should be 2", said)
+
+
+def test_files_that_cannot_be_probed(tmp_path):
+    """A run that fails shows its last line; the common/ is that beside the script."""
+    script = plant(BUGS[0], tmp_path)
+    (tmp_path / "common" / "args.py").write_text("raise RuntimeError('of its own')")
+    _, wrong, said = judge(script, "OneStep")
+    assert wrong == ["OneStep"] and "RuntimeError: of its own" in said
+    result = run(ROOT / "exercises" / "exercise.py", "probe", tmp_path / "nothing.py", check=False)
+    assert result.returncode == 2 and result.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["name"])
+def test_the_table_of_bugs(bug, tmp_path):
+    """Each has a row, and is seen by one of the probes that the row names: rounding differs."""
+    page = (ROOT / "exercises" / "PROBES.md").read_text()
+    (seen,) = re.findall(rf"\| {bug['name']} \| \w+ \| (.*) \|$", page, flags=re.M)
+    if seen != "-":
+        _, wrong, said = judge(plant(bug, tmp_path), *seen.split(", "))
+        assert set(wrong) & set(seen.split(", ")), said
+
+
+if __name__ == "__main__":
+    for bug in BUGS:
+        if not sys.argv[1:] or bug["name"] in sys.argv[1:]:
+            print(row(bug), flush=True)
