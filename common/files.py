@@ -141,8 +141,12 @@ def claim(directory, resume, overwrite):
     except BlockingIOError as e:
         raise UsageError(f"{directory} is in use by another process") from e
     except (OSError, ValueError) as e:
-        if made:  # and the disk is full, say
-            shutil.rmtree(made[-1], ignore_errors=True)
+        # The disk may be full: leave nothing behind but what another run has made meanwhile.
+        with contextlib.suppress(OSError, ValueError):
+            if made:
+                (directory / ".lock").unlink(missing_ok=True)
+            for path in made:
+                path.rmdir()
         raise UsageError(f"cannot write to {directory}: {e}") from e
     if find(directory, RUN_FILES) and not (resume or overwrite):
         lock.close()

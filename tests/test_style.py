@@ -206,8 +206,8 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 900,
-    "common/ tokens": 9332,
+    "common/ lines": 903,
+    "common/ tokens": 9350,
     "common/ files": 9,
     "benchmark/ lines": 1902,
     "exercises/ lines": 584,
