@@ -169,7 +169,7 @@ def wrong_answers(probe, directory, discrete):
                 should = should or [f"{goal}, up to {within}"]
                 look = answer["look"]
                 look = look if isinstance(look, str) else look[probe["family"]]
-                wrong.append((f"{name} is {np.round(x, 3)}, should be {should[0]}", look))
+                wrong.append((f"{name} is {np.round(x, 5)}, should be {should[0]}", look))
     return wrong
 
 
