@@ -122,10 +122,6 @@ class GaussianActor:
         logp = tf.reduce_sum(-0.5 * z**2 - self.log_std - 0.5 * np.log(2 * np.pi), -1)
         return logp, tf.reduce_sum(self.log_std + 0.5 * np.log(2 * np.pi * np.e))
 
-    def outputs(self, obs):
-        """What the SavedModel gives for obs [B, obs_dim]."""
-        return {"mu": self.net(obs), "log_std": tf.identity(self.log_std)}
-
 
 class CategoricalActor:
     """pi(a|s) = softmax(logits(s))[a], for Discrete actions."""
@@ -138,10 +134,6 @@ class CategoricalActor:
         logp_all = tf.nn.log_softmax(self.net(obs), -1)
         logp = tf.gather(logp_all, act, batch_dims=1)
         return logp, -tf.reduce_sum(tf.exp(logp_all) * logp_all, -1)
-
-    def outputs(self, obs):
-        """What the SavedModel gives for obs [B, obs_dim]."""
-        return {"logits": self.net(obs)}
 
 
 def actor_critic(obs_dim, space, hidden_sizes, activation, rng):
@@ -304,7 +296,6 @@ def approx_kl(logp, logp_old):
 # Training -----------------------------------------------------------------------------------------
 
 
-@run.experiment
 def train(args):
     """Train a policy. Returns whether the run is finished: False if a signal stopped it."""
     # Set-up: bad input is refused before anything is written.
@@ -390,7 +381,7 @@ def train(args):
 
     # Resume: an epoch starts from a reset and draws random numbers of its own, so this is all there
     # is to restore.
-    logger.setup_tf_saver(sess, {"obs": obs_ph}, {**ac.pi.outputs(obs_ph), "v": v_obs})
+    logger.setup_tf_saver(sess, {"obs": obs_ph}, {"pi": ac.pi.net(obs_ph), "v": v_obs})
     state = {"networks": mpi_tf1.State(sess), "env": env}
 
     # Main loop: each epoch gathers experience with a fixed policy, then improves it.

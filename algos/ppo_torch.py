@@ -288,7 +288,6 @@ def approx_kl(logp, logp_old):
 # Training -----------------------------------------------------------------------------------------
 
 
-@run.experiment
 def train(args):
     """Train a policy. Returns whether the run is finished: False if a signal stopped it."""
     # Set-up: bad input is refused before anything is written.

@@ -255,7 +255,6 @@ def compute_loss_alpha(log_alpha, logp_pi, target_entropy):
 # Training -----------------------------------------------------------------------------------------
 
 
-@run.experiment
 def train(args):
     """Train a policy. Returns whether the run is finished: False if a signal stopped it."""
     # Set-up: bad input is refused before anything is written.

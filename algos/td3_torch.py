@@ -239,7 +239,6 @@ def compute_loss_pi(ac, obs):
 # Training -----------------------------------------------------------------------------------------
 
 
-@run.experiment
 def train(args):
     """Train a policy. Returns whether the run is finished: False if a signal stopped it."""
     # Set-up: bad input is refused before anything is written.

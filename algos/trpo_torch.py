@@ -352,7 +352,6 @@ def natural_step(fisher, g, delta, cg_iters):
 # Training -----------------------------------------------------------------------------------------
 
 
-@run.experiment
 def train(args):
     """Train a policy. Returns whether the run is finished: False if a signal stopped it."""
     # Set-up: bad input is refused before anything is written.

@@ -71,10 +71,10 @@ def parse_args(Args, argv=None):
 def _args_of_run(Args, directory):
     """The arguments that config.json in a run directory holds."""
     names = {field.name for field in dataclasses.fields(Args)}
+    names -= {"resume", "overwrite", "datestamp"}
     try:
         config = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
         values = {name: config[name] for name in names & config.keys()}
-        values = {k: x for k, x in values.items() if k not in ("resume", "overwrite", "datestamp")}
         if "num_cpu" in names:  # as many ranks as it had, however they were started
             values["num_cpu"] = 1 if mpi.launched() else config.get("ranks", 1)
         return Args(**values)

@@ -1,6 +1,6 @@
 """The record of a run: its table on the terminal and in progress.txt, TensorBoard events, saves.
 
-    logger = EpochLogger()
+    logger = EpochLogger("my_run")
     for epoch in range(10):
         logger.store(EpRet=3.5)
         logger.log_tabular("Epoch", epoch)
@@ -17,7 +17,6 @@ import json
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 from datetime import datetime
@@ -65,8 +64,7 @@ class EpochLogger:
     """The record of one run, with statistics over all ranks of what is gathered in an epoch.
 
     Args:
-        output_dir: the run directory; made here. A new one under the system's directory for
-            temporary files, `/tmp/experiments/<time>`, if None.
+        output_dir: the run directory; made here.
         exp_name: the experiment's name, for plots.
         resume: continue the run that the directory holds; start one if it holds none.
         overwrite: delete the run that the directory holds.
@@ -80,10 +78,7 @@ class EpochLogger:
             nor `overwrite` is set, or another process has it open. No run was changed then.
     """
 
-    def __init__(self, output_dir=None, exp_name=None, resume=False, overwrite=False):
-        if output_dir is None:
-            now = mpi.broadcast(f"{datetime.now():%Y-%m-%d_%H-%M-%S-%f}")
-            output_dir = Path(tempfile.gettempdir(), "experiments", now)
+    def __init__(self, output_dir, exp_name=None, resume=False, overwrite=False):
         self.output_dir = Path(output_dir)
         self.table_path, self.table = self.output_dir / "progress.txt", ""
         self.exp_name, self.resume, self.config = exp_name, resume, {}

@@ -4,7 +4,6 @@ Exit codes: 0 finished (or nothing left to do), 1 failed, 2 bad input, 128 + sig
 """
 
 import contextlib
-import functools
 import math
 import os
 import random
@@ -32,59 +31,39 @@ stop_signal = None  # the signal that asked this process to stop
 
 def main(train, Args):
     """Run a script: read its flags, relaunch under mpirun if asked, train, set the exit code."""
-    global stop_signal
+    global _logger, stop_signal
+    _logger = None
     sys.path.append("")  # so that --env-id finds modules in the current directory
     try:
         args = parse_args(Args)
         mpi.fork(args.num_cpu)
         catch_signals()
         finished = train(args)
-    except (UsageError, MemoryError) as e:  # NumPy says in a line which array was too large
-        fail(f"error: {' '.join(str(e).split())}", 2)
-    except KeyboardInterrupt as e:
-        fail(str(e), 128 + (stop_signal or signal.SIGINT))
-    except Exception:
-        fail(f"failed on rank {mpi.proc_id()} of {mpi.num_procs()}\n{traceback.format_exc()}", 1)
+    except BaseException as e:
+        if isinstance(e, SystemExit) and not _logger:  # after --help, or a wrong flag
+            raise
+        fail(e)
     signum, stop_signal = stop_signal, None  # a later run of this process is not to stop
     if not finished:
         sys.exit(128 + (signum or signal.SIGTERM))
 
 
-def fail(text, code):
-    """Say why, and end all ranks: the others would wait for this one forever."""
+def fail(e):
+    """Say why on stderr and in status.json, and end all ranks: the others would wait forever."""
+    status, code = "failed", 1
+    text = f"failed on rank {mpi.proc_id()} of {mpi.num_procs()}\n"
+    text += "".join(traceback.format_exception(e))
+    if isinstance(e, KeyboardInterrupt):
+        status, text, code = "interrupted", str(e), 128 + (stop_signal or signal.SIGINT)
+    elif isinstance(e, UsageError | MemoryError):  # NumPy says in a line which array was too large
+        text, code = f"error: {' '.join(str(e).split())}", 2
+    if _logger and not isinstance(e, UsageError):
+        with contextlib.suppress(Exception):  # the disk may be what failed
+            _logger.close(status, f"{type(e).__name__}: {e}")
     time.sleep(2 if mpi.proc_id() else 0)  # what happens on all ranks, rank 0 says for all
     text = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
     print(f"{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
     mpi.abort(code)
-
-
-def experiment(train):
-    """Decorate a script's `train(args)`, which is called from its command line or from Python.
-
-    However `train` is left, status.json says how, and the run directory is free for the next run.
-    """
-
-    @functools.wraps(train)
-    def noted_train(args):
-        global _logger
-        if args.num_cpu not in (1, "auto") and mpi.num_procs() == 1:
-            raise UsageError(f"--num-cpu {args.num_cpu}: start Python with mpirun for more ranks")
-        try:
-            return train(args)
-        except BaseException as e:
-            if _logger and not isinstance(e, UsageError):
-                status = "interrupted" if isinstance(e, KeyboardInterrupt) else "failed"
-                with contextlib.suppress(Exception):  # the disk may be what failed
-                    _logger.close(status, f"{type(e).__name__}: {e}")
-            if isinstance(e, SystemExit):  # an environment's, which would end this rank alone
-                raise RuntimeError("something called sys.exit") from e
-            raise
-        finally:
-            if _logger:
-                _logger.release()
-            _logger = None
-
-    return noted_train
 
 
 def start(args, script):
@@ -98,9 +77,13 @@ def start(args, script):
         an EpochLogger.
 
     Raises:
-        UsageError: see `EpochLogger`.
+        UsageError: see `EpochLogger`; or `num_cpu` is more than the ranks that there are.
     """
     global _logger
+    if args.num_cpu not in (1, "auto") and mpi.num_procs() == 1:
+        raise UsageError(f"--num-cpu {args.num_cpu}: start Python with mpirun for more ranks")
+    if _logger:  # of a run in this process that ended with an exception
+        _logger.release()
     exp_name = args.exp_name or re.sub(r"[^\w.-]", "_", f"{Path(script).stem}_{args.env_id}")
     kwargs = setup_logger_kwargs(exp_name, args.seed, args.data_dir, args.datestamp)
     if isinstance(args.resume, str):
@@ -207,8 +190,8 @@ class RunningMeanStd:
         self.mean, self.std = np.zeros(dim, np.float32), np.ones(dim, np.float32)
 
     def update(self, x):
-        """Take in this rank's new rows, x [N, dim]; the ranks exchange one message."""
-        x = np.asarray(x, dtype=np.float64)
+        """Take in this rank's new rows, x [N, dim], N may be 0; the ranks exchange one message."""
+        x = np.float64(x).reshape(-1, len(self.mean))
         self.load(self.sums + mpi.reduce([np.sum(x**k, axis=0) for k in range(3)]))
 
     def load(self, sums):
@@ -256,10 +239,8 @@ class NormalizedEnv(gym.Wrapper):
 
     def update_statistics(self):
         """Take in what this epoch has seen, on all ranks."""
-        if self.norm_obs:
-            self.obs_stats.update(self.obs)
-        if self.norm_rew:
-            self.ret_stats.update(self.rets)
+        self.obs_stats.update(self.obs)
+        self.ret_stats.update(self.rets)
         self.obs, self.rets = [], []
 
     def normalize_rewards(self, rew):

@@ -88,6 +88,7 @@ class Args:
     resume: bool = False
     overwrite: bool = False
     epochs: int = 2
+    num_cpu: int = 1
     save_freq: int = 1
     snapshots: bool = False
     lr: float = 0.1

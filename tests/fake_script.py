@@ -41,7 +41,6 @@ class Args:
     refuse: bool = False  # bad input: exit code 2 before anything is made
 
 
-@run.experiment
 def train(args):
     if args.refuse:
         raise UsageError("refused")

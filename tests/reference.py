@@ -250,7 +250,7 @@ def on_policy(algo, args, workers):
         stats |= {"LossV": [loss_v], "DeltaLossV": [loss_v_new - loss_v]}
         if algo == "ppo":
             stats["ClipFrac"] = [clip_frac]
-        nets = {"logits" if discrete else "mu": lambda x: mlp(pi, x, args.activation), "v": V}
+        nets = {"pi": lambda x: mlp(pi, x, args.activation), "v": V}
         yield stats, pi, nets, lambda o: act(o)[1]
 
 

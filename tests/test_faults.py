@@ -101,7 +101,7 @@ def surroundings(tmp_path, monkeypatch):
 FAILED, STOPPING = "failed on rank {rank} of {ranks}", "stopping at the end of this epoch"
 SEEN = {
     "raises": ("failed", f"{FAILED}\nTraceback", "the robot fell apart"),
-    "exits": ("failed", f"{FAILED}\nTraceback", "something called sys.exit"),
+    "exits": ("failed", f"{FAILED}\nTraceback", "SystemExit: 0"),
     "kill": ("running",),  # nobody was left to say otherwise
     "kill_mpirun": ("running",),
     "nan_observation": ("failed", "is NaN or infinite on rank"),

@@ -206,29 +206,29 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 903,
-    "common/ tokens": 9350,
+    "common/ lines": 888,
+    "common/ tokens": 9275,
     "common/ files": 9,
     "benchmark/ lines": 1902,
     "exercises/ lines": 584,
-    "tests/ lines": 5456,
+    "tests/ lines": 5451,
     "names from common/": 10,
-    "tf1 longer than torch": 13,
+    "tf1 longer than torch": 11,
 }
 # Of each script: lines, and the algorithm's share in percent.
 SCRIPT_LIMITS = {
-    "vpg_torch": (211, 64),
-    "vpg_tf1": (220, 67),
-    "trpo_torch": (278, 70),
-    "trpo_tf1": (288, 72),
-    "ppo_torch": (235, 65),
-    "ppo_tf1": (248, 68),
-    "ddpg_torch": (200, 60),
-    "ddpg_tf1": (211, 62),
-    "td3_torch": (220, 62),
-    "td3_tf1": (229, 63),
-    "sac_torch": (231, 65),
-    "sac_tf1": (241, 65),
+    "vpg_torch": (210, 65),
+    "vpg_tf1": (215, 67),
+    "trpo_torch": (277, 70),
+    "trpo_tf1": (283, 72),
+    "ppo_torch": (234, 66),
+    "ppo_tf1": (243, 68),
+    "ddpg_torch": (199, 60),
+    "ddpg_tf1": (210, 62),
+    "td3_torch": (219, 62),
+    "td3_tf1": (228, 64),
+    "sac_torch": (230, 65),
+    "sac_tf1": (240, 66),
 }
 # Lines of code that a reader of one script finds changed in another: those taken out or those put
 # in, whichever are more.
@@ -241,9 +241,9 @@ DIFF_LIMITS = {
     ("ddpg_tf1", "td3_tf1"): 38,
     ("td3_torch", "sac_torch"): 53,
     ("td3_tf1", "sac_tf1"): 59,
-    ("vpg_torch", "vpg_tf1"): 73,
-    ("trpo_torch", "trpo_tf1"): 95,
-    ("ppo_torch", "ppo_tf1"): 83,
+    ("vpg_torch", "vpg_tf1"): 69,
+    ("trpo_torch", "trpo_tf1"): 91,
+    ("ppo_torch", "ppo_tf1"): 79,
     ("ddpg_torch", "ddpg_tf1"): 69,
     ("td3_torch", "td3_tf1"): 85,
     ("sac_torch", "sac_tf1"): 94,
