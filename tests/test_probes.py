@@ -124,12 +124,13 @@ def test_files_that_cannot_be_probed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["name"])
 def test_the_table_of_bugs(bug, tmp_path):
-    """Each has a row, and is seen by one of the probes that the row names: rounding differs."""
+    """Each has a row, and is seen by one of the first probes that it names: rounding differs."""
     page = (ROOT / "exercises" / "PROBES.md").read_text()
     (seen,) = re.findall(rf"\| {bug['name']} \| \w+ \| (.*) \|$", page, flags=re.M)
     if seen != "-":
-        _, wrong, said = judge(plant(bug, tmp_path), *seen.split(", "))
-        assert set(wrong) & set(seen.split(", ")), said
+        names = seen.split(", ")[:3]
+        _, wrong, said = judge(plant(bug, tmp_path), *names)
+        assert set(wrong) & set(names), said
 
 
 if __name__ == "__main__":
