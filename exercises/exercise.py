@@ -1,4 +1,4 @@
-"""Exercises: write a function of an algorithm yourself, or find the one mistake in a script.
+"""Exercises: write a function of an algorithm, find the one mistake in a script, or experiment.
 
     python exercises/exercise.py                   list them: what is done, what is next
     python exercises/exercise.py start gae         write my_exercises/gae.py, to be completed
@@ -6,11 +6,12 @@
     python exercises/exercise.py check gae --train train it on a small task after that
     python exercises/exercise.py check gae --hint  a hint; the next time, a second one
     python exercises/exercise.py curve bug-truncation  train original and yours, draw both
+    python exercises/exercise.py start clip-ratio  write a question and a sweep that answers it
     python exercises/exercise.py probe my_project/ppo_torch.py  run any script on tiny tasks
 
 README.md beside this file has the course. The exercises are made from the scripts in algos/ when
 they are started: exercises.toml says which functions are taken out, and tests/bugs.toml which lines
-are changed. The solutions are the scripts.
+are changed. The solutions are the scripts. Experiments are in experiment.py.
 """
 
 import ast
@@ -32,7 +33,9 @@ from pydantic.dataclasses import dataclass
 from tyro.conf import Positional
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "exercises")]
+import experiment
+
 from common import UsageError
 from common.args import PosInt, parse_args
 from common.files import write_atomically
@@ -79,6 +82,11 @@ def exercises():
         e["tests"] += [x for test in WHOLE if (x := test.format(e["script"])) not in e["tests"]]
     found.sort(key=lambda e: (ALGORITHMS.index(e["script"].split("_")[0]), "old" in e))
     return {e["name"]: e for e in found}
+
+
+def everything():
+    """All exercises and, after them, all experiments: {name: dict}."""
+    return exercises() | experiment.ALL
 
 
 def original(exercise):
@@ -180,7 +188,7 @@ def records(name=None, **changes):
 
 def solution(name):
     """The learner's file of an exercise."""
-    return MINE / f"{name}.py"
+    return MINE / f"{name}{'.toml' if name in experiment.ALL else '.py'}"
 
 
 def read(name):
@@ -203,7 +211,7 @@ def state(name):
 
 def following():
     """The name of the first exercise that is not done, or None."""
-    return next((name for name in exercises() if state(name) != "done"), None)
+    return next((name for name in everything() if state(name) != "done"), None)
 
 
 def shown(path):
@@ -216,8 +224,8 @@ def shown(path):
 
 def show_list():
     algorithm = None
-    for name, exercise in exercises().items():
-        if (now := exercise["script"].split("_")[0]) != algorithm:
+    for name, exercise in everything().items():
+        if (now := exercise.get("script", "experiments").split("_")[0]) != algorithm:
             algorithm = now
             print(f"\n{algorithm.upper()}")
         print(f"  {state(name):8}{name:22} {exercise['minutes']:2} min  {exercise['about']}")
@@ -227,10 +235,20 @@ def show_list():
 
 def start(exercise):
     path = solution(exercise["name"])
-    if path.exists():
-        raise UsageError(f"{shown(path)} exists; to start again, delete it first")
-    text = unsolved(exercise)
+    sweep = path.with_name(f"{path.stem}-sweep.toml")
+    for file in (path, sweep):
+        if file.exists():
+            raise UsageError(f"{shown(file)} exists; to start again, delete it first")
     MINE.mkdir(exist_ok=True)
+    if "question" in exercise:
+        path.write_text(exercise["question"], "utf-8")
+        print(f"wrote {shown(path)}: a question. Write your prediction there first.")
+        if "sweep" in exercise:
+            sweep.write_text(exercise["sweep"], "utf-8")
+            print(f"Then train on two cores for {exercise['training']} min, in the project's root:")
+            print(f"    python benchmark/grid.py {shown(sweep)}")
+        return
+    text = unsolved(exercise)
     path.write_text(text, "utf-8")
     print(f"wrote {shown(path)}: algos/{exercise['script']}.py, ", end="")
     if "old" in exercise:
@@ -242,6 +260,12 @@ def start(exercise):
 def check(exercise, train, limit):
     """Judge the learner's file; returns whether it is right."""
     name, text = exercise["name"], read(exercise["name"])
+    if name in experiment.ALL:
+        right, said = experiment.judge(exercise, text, shown(MINE / f"{name}-sweep.toml"))
+        print(f"{name} is {'right' if right else 'not right yet'}.\n{said}")
+        if right:
+            records(name, done=text)
+        return right
     if wrong := judge(exercise, text, limit=limit):
         print(f"{name} is not right yet.\n{wrong}")
         return False
@@ -304,7 +328,7 @@ def main(argv=None):
             raise UsageError(f"{args.command} needs a name, such as {following() or 'gae'}")
         if args.command == "probe":  # in a program of its own, which has loaded no common/
             sys.exit(subprocess.call([sys.executable, ROOT / "exercises" / "probe.py", args.name]))
-        if args.name not in (known := exercises()):
+        if args.name not in (known := everything()):
             raise UsageError(f"no exercise is called {args.name}; `list` names them")
         exercise = known[args.name]
         if args.command == "start":

@@ -1,6 +1,8 @@
-"""Exercises fit the scripts, their tests tell right from wrong, and wrong answers are explained."""
+"""Exercises fit the scripts, their tests tell right from wrong, and wrong answers are explained;
+experiments are judged by the learner's own runs."""
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -12,11 +14,13 @@ import tomllib
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
-from conftest import NO_TENSORFLOW, ROOT, processes, wait_for
+from conftest import NO_TENSORFLOW, ROOT, processes, run, wait_for
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import exercise as program
+import experiment
 
 ALL = program.exercises()
 ANSWERS = tomllib.loads((ROOT / "tests" / "answers.toml").read_text())
@@ -191,6 +195,194 @@ exercise.main(["curve", "bug-flat-return"])"""
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == b"" and process.returncode == 130
     assert not processes(tmp_path)
+
+
+def set_up(learner, name, values, **filled_in):
+    """Start an experiment, fill in its file, and write finished runs whose columns have the values
+    {setting: [one for each seed]}. Returns the runs."""
+    learner(f"start {name}")
+    fill_in(name, **filled_in)
+    e = experiment.ALL[name]
+    runs = experiment.plan(e, program.MINE / f"{name}-sweep.toml")
+    for one in runs if values else []:
+        one.directory.mkdir(parents=True)
+        (one.directory / "config.json").write_text(json.dumps(one.fixed))
+        status = {"status": "finished", "epoch": one.epochs}
+        (one.directory / "status.json").write_text(json.dumps(status))
+        x = values[experiment.word(one.fixed[e["setting"]])][one.fixed["seed"]]
+        rows = [dict.fromkeys(e["columns"], -9e9)] * (one.epochs - e["last"])
+        rows += [dict.fromkeys(e["columns"], x)] * e["last"]
+        pd.DataFrame(rows).to_csv(one.directory / "progress.txt", sep="\t", index=False)
+    return runs
+
+
+def fill_in(name, **words):
+    path = program.solution(name)
+    for key, word in words.items():
+        text, found = re.subn(rf"(?m)^{key} = .*", f"{key} = {word!r}", path.read_text())
+        assert path.write_text(text) and found == 1
+
+
+def checked(learner, capsys, name, code):
+    """What `check` says, which has to end with an exit code."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match=str(code)) if code else contextlib.nullcontext():
+        learner(f"check {name}")
+    return "".join(capsys.readouterr())
+
+
+EXPECTED = {name: e["expected"] for name, e in experiment.ALL.items() if "choices" in e}
+
+
+def test_experiments_fit_the_scripts(learner, capsys):
+    """Their sweeps can be run and vary the setting; each is in the course and in the list."""
+    learner("list")
+    listed, course = capsys.readouterr().out, (ROOT / "exercises" / "README.md").read_text()
+    for name, e in experiment.ALL.items():
+        assert f" {name} " in listed and f"| `{name}` |" in course
+        assert name not in ALL and len(e["hints"]) == 2 and e["asked"] and e["told"]
+        if "sweep" in e:
+            runs = set_up(learner, name, None)
+            settings = {experiment.word(one.fixed[e["setting"]]) for one in runs}
+            assert settings >= {*e.get("choices", [e.get("at")])} and len(settings) == 3
+            assert f"grid.py my_exercises/{name}-sweep.toml" in e["question"]
+
+
+def test_an_experiment_from_prediction_to_answer(learner, capsys):
+    """Each step is asked for in turn; all runs have to be there, finished, and of the sweep."""
+    values = {"0.05": [30, 31, 32], "0.2": [99, 90, 95], "5": [70, 60, 50]}
+    runs = set_up(learner, "clip-ratio", values)
+    assert "Write down your prediction first: 0.05 or 0.2 or 5." in checked(
+        learner, capsys, "clip-ratio", 1
+    )
+    fill_in("clip-ratio", prediction="50")
+    assert "prediction first" in checked(learner, capsys, "clip-ratio", 1)
+    fill_in("clip-ratio", prediction="5")
+    said = checked(learner, capsys, "clip-ratio", 1)
+    assert said.endswith("Write down your answer: 0.05 or 0.2 or 5.\n") and "KL" not in said
+
+    fill_in("clip-ratio", answer="5")
+    said = checked(learner, capsys, "clip-ratio", 1)
+    assert "not right yet" in said and "5 is not the clip ratio with the lowest" in said
+    assert re.search(r"0\.2 +94\.7 .* 99 90 95\n", said)
+    learner("list")
+    assert "started clip-ratio " in capsys.readouterr().out
+    fill_in("clip-ratio", answer="0.05")
+    said = checked(learner, capsys, "clip-ratio", 0)
+    assert "clip-ratio is right.\n" in said and "You predicted 5.\n" in said
+    assert experiment.ALL["clip-ratio"]["told"].strip() in said
+    learner("list")
+    assert "done    clip-ratio " in capsys.readouterr().out
+
+    config, status, table = (
+        runs[4].directory / file for file in ("config.json", "status.json", "progress.txt")
+    )
+    for path, old, new, code, message in [
+        (config, '"pi_lr": 0.0003', '"pi_lr": 0.001', 1, "pi_lr was 0.001, is 0.0003"),
+        (config, '"seed": 1', '"seed": 2', 1, "seed was 2, is 1"),
+        (status, "finished", "interrupted", 1, "1 of 9 runs are not finished"),
+        (status, '"epoch": 12', '"epoch": 11', 1, "clip-ratio_cli0-2_s1"),
+        (table, "90", "word", 2, "progress.txt is damaged"),
+        (table, "KL", "LK", 2, "progress.txt is damaged"),
+    ]:
+        text = path.read_text()
+        assert old in text
+        path.write_text(text.replace(old, new))
+        assert message in checked(learner, capsys, "clip-ratio", code)
+        path.write_text(text)
+    lines = table.read_text().splitlines(keepends=True)
+    table.write_text("".join(lines[:-1]))
+    assert "progress.txt is damaged" in checked(learner, capsys, "clip-ratio", 2)
+    table.unlink()
+    assert "progress.txt is damaged" in checked(learner, capsys, "clip-ratio", 2)
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("epochs = 12", "epochs = 2", "only workers may change, and seeds (at least 3)"),
+        ("seed = [0, 1, 2]", "seed = [0, 1]", "only workers may change, and seeds (at least 3)"),
+        ("seed = [0, 1, 2]", "seed = 0", "only workers may change, and seeds (at least 3)"),
+        ("[params]", "datestamp = true\n[params]", "only workers may change"),
+        ("[params]", "[params", "clip-ratio-sweep.toml: "),
+        ("workers = 2\n", "", ""),
+        ("seed = [0, 1, 2]", "seed = [2, 1, 0]", ""),
+    ],
+)
+def test_what_may_change_in_a_sweep(learner, capsys, old, new, message):
+    values = {"0.05": [30, 31, 32], "0.2": [99, 90, 95], "5": [70, 60, 50]}
+    set_up(learner, "clip-ratio", values, prediction="5", answer="0.05")
+    path = program.MINE / "clip-ratio-sweep.toml"
+    path.write_text(path.read_text().replace(old, new, 1))
+    assert message in checked(learner, capsys, "clip-ratio", 2 if message else 0)
+    program.solution("clip-ratio").rename(program.MINE / "kept")
+    with pytest.raises(SystemExit, match="2"):
+        learner("start clip-ratio")
+    assert "clip-ratio-sweep.toml exists; to start again" in capsys.readouterr().err
+    (program.MINE / "kept").rename(program.solution("clip-ratio"))
+    path.unlink()
+    assert f"{path}: No such file" in checked(learner, capsys, "clip-ratio", 2)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_lowest_of_the_learners_own_runs_is_right(learner, capsys, name):
+    """Whatever ours have; what contradicts them is told, and so is what decides nothing."""
+    low, *others = sorted(experiment.ALL[name]["choices"], key=lambda x: x != EXPECTED[name])
+    values = {low: [1, 2, 3], others[0]: [7, 8, 9], others[1]: [4, 3.5, 6]}
+    runs = set_up(learner, name, values, prediction=low, answer=low)
+    assert experiment.ALL[name]["told"].strip() in checked(learner, capsys, name, 0)
+    fill_in(name, answer=others[0])
+    assert "is not the" in checked(learner, capsys, name, 1)
+    for setting, change, code in [(others[0], -20, 0), (others[0], 15, 1)]:
+        for one in runs:
+            path = one.directory / "progress.txt"
+            if experiment.word(one.fixed[experiment.ALL[name]["setting"]]) == setting:
+                (pd.read_csv(path, sep="\t") + change).to_csv(path, sep="\t", index=False)
+        said = checked(learner, capsys, name, code)
+        if change < 0:
+            assert f"contradict ours, where it is {low}" in said
+            assert experiment.ALL[name]["told"].strip() not in said
+        else:  # 2, 3 and 4 against 1, 2 and 3
+            assert "The runs do not decide it" in said
+
+
+def test_a_number_is_right_within_its_tolerance(learner, capsys):
+    values = {"0": [15, 15], "0.2": [1.2, 1.1], "auto": [0.9, 1.1]}
+    set_up(learner, "temperature", values, prediction="-1")
+    for answer, code in [("1.1", 0), ("0.9", 0), ("1.3", 1), ("-1", 1), ("one", 1), ("", 1)]:
+        fill_in("temperature", answer=answer)
+        said = checked(learner, capsys, "temperature", code)
+        assert ("You predicted -1." in said) == (code == 0)
+        assert ("Write down your answer: a number." in said) == (answer in ("one", ""))
+    program.solution("temperature").write_text("prediction = minus one")
+    assert "temperature.toml: " in checked(learner, capsys, "temperature", 2)
+
+
+def test_one_seed_against_ten(learner, capsys):
+    """The share is that of a plain count in the recorded curves."""
+    results = ROOT / "benchmark" / "results"
+    curves, returns = pd.read_csv(results / "curves.csv"), {}
+    for algorithm in ("ppo", "trpo"):
+        names = [f"{algorithm}_torch_Hopper-v4_s{seed}" for seed in range(10)]
+        rows = curves[curves.steps > 900000]
+        returns[algorithm] = [rows[rows.run == name]["return"].mean() for name in names]
+    count = sum(trpo > ppo for trpo in returns["trpo"] for ppo in returns["ppo"])
+    learner("start one-seed")
+    for prediction, answer, code in [("", "", 1), ("5", "", 1), ("5", "50", 1), ("5", count, 0)]:
+        fill_in("one-seed", prediction=prediction, answer=str(answer))
+        said = checked(learner, capsys, "one-seed", code)
+    assert f"1: {count}.0 %" in said and experiment.ALL["one-seed"]["told"].strip() in said
+    assert experiment.share([1, 2, 3, 4], [2.5, 2.5, 2.5], 3) == 50  # 2, 7/3, 8/3 and 3
+
+
+@pytest.mark.slow
+def test_an_experiment_comes_out_as_it_says(learner, tmp_path, capsys):
+    learner("start clip-ratio")
+    command = re.search(r"python (\S+ \S+)", capsys.readouterr().out)[1].split()
+    run(ROOT / command[0], *command[1:], cwd=tmp_path, timeout=1200)
+    fill_in("clip-ratio", prediction="5", answer="0.05")
+    said = checked(learner, capsys, "clip-ratio", 0)
+    assert experiment.ALL["clip-ratio"]["told"].strip() in said
 
 
 @pytest.mark.slow
