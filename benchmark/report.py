@@ -3,6 +3,7 @@
     python benchmark/report.py                                      # make them anew
     python benchmark/report.py --collect data/benchmark_on_policy   # take in runs first
     python benchmark/report.py --verify ppo_torch HalfCheetah-v4 3  # make a run again and compare
+    python benchmark/report.py --publish data/my-sac/my-sac_s3      # its policy, to policies/
 
 `--collect` reads runs, finished or not, and adds them to two files of benchmark/results/: runs.csv
 has one row for each run, curves.csv the points of its curve. A run replaces the one with the same
@@ -12,6 +13,9 @@ script, environment, settings and seed.
 core for each rank, ends it after `--epochs`, and compares its returns with curves.csv. Where these
 differ, but CPU and versions are those of the row, the exit code is 1.
 
+`--publish` copies the policies of runs to benchmark/policies/, in place of the one with the same
+algorithm and task. A file there also has what the table of that folder says of it, in `config`.
+
 A table goes between two lines of a page, `<!-- results: NAME -->` and `<!-- results: end -->`; NAME
 is a key of `tables` in `make`. Returns are smoothed as the published curves are: each seed by
 itself, over 11 epochs of 4000 steps, centred.
@@ -19,6 +23,7 @@ itself, over 11 epochs of 4000 steps, centred.
 
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -38,11 +43,12 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any directory
 from benchmark import flags, plot, test_policy
 from benchmark.intervals import bootstrap, improvement, interval, iqm, welch
-from benchmark.reading import printable, read_status
+from benchmark.reading import printable, read_npz, read_status
 from common.args import PosInt, parse_args
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmark" / "results"
+POLICIES = ROOT / "benchmark" / "policies"
 ENVS = ["HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Ant"]
 FAMILIES = {"on-policy": ["vpg", "trpo", "ppo"], "off-policy": ["ddpg", "td3", "sac"]}
 ALGOS = [algo for family in FAMILIES.values() for algo in family]
@@ -74,6 +80,7 @@ class Args:
     verify: tuple[str, ...] | None = None  # script, task and seed of a run; none: any
     setting: str = "plain"  # of that run
     epochs: PosInt = 20  # of that run to make
+    publish: tuple[str, ...] = ()  # directories of runs whose policies to publish
 
 
 # ------------------------------------------------------------------------------------- collecting
@@ -131,14 +138,14 @@ def read_run(frame):
 
 
 def without_noise(run, seed, episodes=10):
-    """The mean return of a run's final policy without noise; NaN if policy.npz is not there."""
+    """Returns of a run's final policy without noise; [NaN] if policy.npz is not there."""
     if not (run / "policy.npz").exists():
-        return np.nan
+        return [np.nan]
     get_action = test_policy.load_policy(run, deterministic=True)
     how = test_policy.read_config(run)["max_ep_len"], episodes, seed
     quiet = contextlib.redirect_stdout(io.StringIO())  # not a line for each episode
     with contextlib.closing(test_policy.load_env(run)) as env, quiet:
-        return np.mean(test_policy.run_policy(env, get_action, *how)[0])
+        return test_policy.run_policy(env, get_action, *how)[0]
 
 
 def thin(table, k):
@@ -158,7 +165,7 @@ def collect(logdirs, results=RESULTS):
     for frame in plot.get_all_datasets(logdirs):
         if frame.attrs["algo"]:
             row, table = read_run(frame)
-            noiseless = without_noise(Path(frame.attrs["run_dir"]), row["seed"])
+            noiseless = np.mean(without_noise(Path(frame.attrs["run_dir"]), row["seed"]))
             runs[row["run"]] = {**row, "without_noise": noiseless}
             curves[row["run"]] = thin(table, -(-len(table) // MAX_ROWS)).assign(run=row["run"])
         else:
@@ -173,6 +180,28 @@ def collect(logdirs, results=RESULTS):
         new = new.sort_values(["run", "steps"], kind="stable")
         new.to_csv(path, index=False, float_format="%.6g")
     return len(runs)
+
+
+def publish(logdirs, folder=POLICIES):
+    """Copy the policies of the runs below `logdirs` to `folder`, as <algorithm>_<task>.npz.
+
+    Added to a file is `config`, of which test_policy.py makes the environment, and the table its
+    row: settings, seed, steps, and mean and deviation of the returns of 100 episodes without noise.
+    """
+    for frame in plot.get_all_datasets(logdirs):
+        run = Path(frame.attrs["run_dir"])
+        if not frame.attrs["algo"]:
+            raise ValueError(f"{run} is not a run of one of the twelve scripts")
+        row, table = read_run(frame)
+        arrays, config = read_npz(run / "policy.npz"), test_policy.read_config(run)
+        returns = without_noise(run, 0, 100)
+        keys = "env_id", "env_kwargs", "max_ep_len", "script", "seed"
+        about = {key: config[key] for key in keys} | {"settings": row["settings"]}
+        about["steps"] = int(table["steps"][arrays["epoch"] - 1])  # it may not be the last epoch
+        about |= {"mean": np.mean(returns), "deviation": np.std(returns)}
+        name = f"{frame.attrs['algo']}_{row['env'].split('-v')[0].lower()}.npz"
+        np.savez(folder / name, **{**arrays, "config": json.dumps(about)})
+        print(f"{run}: {name}, {about['mean']:.0f} ± {about['deviation']:.0f}", flush=True)
 
 
 # -------------------------------------------------------------------------------------- run again
@@ -469,6 +498,17 @@ def summary(results):
     return markdown(["", "steps/s", *ENVS], rows)
 
 
+def trained(folder):
+    """The published policies, a row for each file."""
+    rows = []
+    for path in sorted(folder.glob("*.npz")):
+        x = test_policy.read_config(path)
+        rows.append([f"[{path.name}]({path.name})", x["script"], x["settings"], x["seed"]])
+        rows[-1] += [plot.step_label(x["steps"]), f"{x['mean']:.0f}", f"{x['deviation']:.0f}"]
+    header = ["policy", "script", "settings", "seed", "steps", "mean return", "standard deviation"]
+    return markdown(header, rows)
+
+
 def cost(results):
     """What the runs took, by family, settings and CPU."""
     runs = results.runs.assign(scripts=results.runs.script.map(family_of), runs=1)
@@ -596,14 +636,15 @@ def make(root=ROOT):
     results, files = Results(), {}
     tables = {"summary": summary(results), "cost": cost(results)}
     tables |= {"verdict": verdict(results, ALGOS), "comparisons": comparisons(results)}
-    tables |= {"versions": versions(results)}
+    tables |= {"versions": versions(results), "policies": trained(POLICIES)}
     for family, algos in FAMILIES.items():
         tables |= {family: returns(results, algos), f"verdict-{family}": verdict(results, algos)}
         svg = learning_curves(results, algos, list(KINDS)[: 5 if "vpg" in algos else 2], 1.7)
         files[folder / f"{family.replace('-', '_')}.svg"] = svg
     files[folder / "all.svg"] = learning_curves(results, ALGOS, list(KINDS)[:2], 1.35)
     files |= {folder / "forest.svg": forest(results), folder / "profiles.svg": profiles(results)}
-    return files | {path: fill(path.read_text(), tables) for path in sorted(folder.glob("*.md"))}
+    pages = [*sorted(folder.glob("*.md")), POLICIES / "README.md"]
+    return files | {path: fill(path.read_text(), tables) for path in pages}
 
 
 def main(argv=None):
@@ -613,6 +654,7 @@ def main(argv=None):
             sys.exit(not verify(args.verify, args.setting, args.epochs, Results()))
         if args.collect:
             print(f"collected {collect(args.collect)} runs")
+        publish(args.publish)
         for path, text in make().items():
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)

@@ -2,7 +2,7 @@
 
     python benchmark/test_policy.py data/ppo_torch_Hopper-v4/ppo_torch_Hopper-v4_s0
     python benchmark/test_policy.py RUN_DIR --deterministic --episodes 3 --video videos
-    python benchmark/test_policy.py benchmark/policies/sac_walker2d.npz --render
+    python benchmark/test_policy.py benchmark/policies/ppo_hopper.npz -d --render
 
 The same from Python:
 
@@ -27,7 +27,8 @@ is enough to act, so neither torch nor tensorflow is imported. The arrays of a p
         "squashed_gaussian" mean and log standard deviation; tanh of a sample, scaled to the bounds
     act_low, act_high       the bounds of Box actions, in the space's shape and dtype
     epoch                   number of epochs it was trained for
-    config                  JSON: env_id, env_kwargs, max_ep_len and script
+    config                  of files in benchmark/policies: JSON with env_id, env_kwargs,
+                            max_ep_len, script, and what the table of that folder says
 """
 
 import contextlib

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, mpi
 
+from benchmark import report
 from benchmark import test_policy as tp
 from common import UsageError
 
@@ -241,6 +243,7 @@ def test_video(tmp_path, monkeypatch):
     # In a process of its own: MuJoCo, once imported, keeps the way in which it draws.
     source = f"""
 import numpy as np
+from benchmark import report
 from benchmark import test_policy as tp
 env = tp.load_env({str(run)!r}, "rgb_array")
 for x in (0, 10):  # far to the right, it is in the middle of the picture still
@@ -263,6 +266,85 @@ def test_rendering_that_cannot_work_says_what_to_install(tmp_path):
     if sys.platform == "linux":
         done = command_line(run, "--render")
         assert done.returncode == 2 and "--video" in done.stderr
+
+
+# -------------------------------------------------------------------------------------- published
+
+POLICIES = ROOT / "benchmark" / "policies"
+ROWS = (POLICIES / "README.md").read_text()
+ROWS = re.findall(r"^\| \[(\w+\.npz)\].* (-?\d+) \| (\d+) \|$", ROWS, flags=re.M)
+
+
+def test_the_published_policies_are_those_of_the_table_and_small():
+    assert [name for name, *_ in ROWS] == sorted(path.name for path in POLICIES.glob("*.npz"))
+    assert sum(path.stat().st_size for path in POLICIES.glob("*.npz")) < 4e6
+    tasks = {name.split("_")[1] for name, *_ in ROWS}
+    assert tasks == {f"{task.lower()}.npz" for task in report.ENVS}
+
+
+@pytest.mark.parametrize("name, mean, deviation", ROWS)
+def test_a_published_policy_returns_what_the_table_says(name, mean, deviation, capsys):
+    """With other episodes than the table's. The median of three: a robot may fall once."""
+    tp.main([str(POLICIES / name), "-d", "-n", "3", "--seed", "1"])
+    found = re.findall(r"return +(\S+)", capsys.readouterr().out)
+    margin = 4 * float(deviation) + 0.05 * abs(float(mean))
+    assert np.median(np.float64(found)) == pytest.approx(float(mean), abs=margin)
+
+
+def test_a_policy_is_published_with_its_environment_and_its_returns(tmp_path, capsys):
+    """Of a run whose last save is older than its last epoch; the file does as the run does."""
+    more = {"act_low": np.float32([-2]), "act_high": np.float32([2]), "log_std": np.float32([0])}
+    config = {"max_ep_len": 1000, "script": "ppo_torch.py", "seed": 3, "gamma": 0.9999}
+    config |= {"hidden_sizes": [64, 32]}
+    run = write_run(tmp_path / "x_s3", arrays([3, 1], "gaussian", **more), "Pendulum-v1", **config)
+    lines = [f"{i}\t1\t{400 * (i + 1)}\t1\n" for i in range(9)]
+    (run / "progress.txt").write_text(
+        "Epoch\tAverageEpRet\tTotalEnvInteracts\tTime\n" + "".join(lines)
+    )
+    folder = tmp_path / "policies"
+    folder.mkdir()
+    report.publish([str(run)], folder)
+    capsys.readouterr()
+    said = []
+    for path in (run, folder / "ppo_pendulum.npz"):
+        tp.main([str(path), "-d", "-n", "100"])
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] and "Pendulum-v1, ppo_torch.py, after epoch 7" in said[0]
+    mean, deviation = map(float, re.search(r"mean (\S+) +std (\S+)", said[0]).groups())
+    row = "| [ppo_pendulum.npz](ppo_pendulum.npz) | ppo_torch.py | gamma 0.9999 | 3 | 2.8k "
+    assert report.trained(folder).endswith(f"\n{row}| {mean:.0f} | {deviation:.0f} |")
+    (run / "config.json").write_text('{"env_id": "Pendulum-v1", "script": "mine.py"}')
+    with pytest.raises(ValueError, match=r"x_s3 is not a run of one of the twelve scripts"):
+        report.publish([str(run)], folder)
+
+
+def test_the_picture_of_robots(tmp_path):
+    """They move side by side, in the middle of their panels, and what is between them is clear."""
+    from PIL import Image
+
+    picture = POLICIES / "robots.webp"
+    assert picture.stat().st_size < 2e6
+    out, robots = tmp_path / "robots.webp", [POLICIES / f"ppo_{x}.npz" for x in ("hopper", "ant")]
+    words = [*robots, "--out", out, "--seconds", 0.2]
+    program = ROOT / "benchmark" / "picture.py"
+    done = conftest.run(program, *words, check=False, env={"DISPLAY": ""})
+    if "apt-get install" in done.stderr:
+        pytest.skip(f"no rendering on this machine: {done.stderr}")
+    assert done.returncode == 0, done.stderr
+    with Image.open(out) as film, Image.open(picture) as whole:
+        assert film.n_frames == 4 and film.width < 0.5 * whole.width and whole.n_frames > 60
+        first = np.asarray(film.convert("RGBA"), int)
+        film.seek(3)
+        last = np.asarray(film.convert("RGBA"), int)
+    (gap,) = np.nonzero((first[:, :, 3] == 0).all(axis=0))
+    assert gap.mean() == pytest.approx(film.width / 2, abs=1)
+    for panel in (slice(0, gap[0]), slice(gap[-1] + 1, None)):
+        a, b = first[:, panel, :3], last[:, panel, :3]
+        assert np.abs(a - b).mean() > 1
+        robot = np.nonzero(a[:, :, 0] > a[:, :, 2] + 40)[1]
+        assert len(robot) > 100 and np.mean(robot) == pytest.approx(a.shape[1] / 2, rel=0.3)
+    done = conftest.run(program, tmp_path / "no.npz", check=False)
+    assert done.returncode == 1 and done.stderr.startswith("picture.py: error: ")
 
 
 # ------------------------------------------------------------------------------------------- files
