@@ -99,15 +99,15 @@ def arguments(config, usual, *others):
 def settings_of(config):
     """A run's settings: "plain", "normalized", or the flags that differ from the published ones.
 
-    Those of sweeps/strong_*.toml are "strong".
+    Those of sweeps/strong_*.toml are "strong", also with a discount of 0.9999.
     Another MuJoCo than that of the tables is named.
     """
     words = arguments(config, PLAIN[family_of(config["script"])], "epochs", "device", "compile")
     words += f" --num-cpu {config.get('ranks', 1)}" * (config.get("ranks", 1) > 1)
     names = {"": "plain", "--norm-obs --norm-rew": "normalized", "--gamma 0.9999": "gamma 0.9999"}
     words = names.get(words, words.strip())
-    if str(config.get("exp_name")).startswith("strong_"):
-        words = "strong"
+    if re.match("(swimmer_)?strong_", str(config.get("exp_name"))):
+        words = "strong" + ", gamma 0.9999" * (config["gamma"] == 0.9999)
     mujoco = (config.get("versions") or {}).get("mujoco", MUJOCO)
     return words + f", MuJoCo {mujoco}" * (mujoco != MUJOCO)
 

@@ -209,9 +209,9 @@ LIMITS = {
     "common/ lines": 888,
     "common/ tokens": 9275,
     "common/ files": 9,
-    "benchmark/ lines": 1902,
-    "exercises/ lines": 584,
-    "tests/ lines": 5451,
+    "benchmark/ lines": 1974,
+    "exercises/ lines": 704,
+    "tests/ lines": 5678,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
