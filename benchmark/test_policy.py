@@ -2,7 +2,7 @@
 
     python benchmark/test_policy.py data/ppo_torch_Hopper-v4/ppo_torch_Hopper-v4_s0
     python benchmark/test_policy.py RUN_DIR --deterministic --episodes 3 --video videos
-    python benchmark/test_policy.py benchmark/policies/ppo_hopper.npz -d --render
+    python benchmark/test_policy.py benchmark/policies/sac_walker2d.npz -d --render
 
 The same from Python:
 

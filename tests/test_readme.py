@@ -14,7 +14,7 @@ from conftest import PATH, ROOT, mpi, slow
 FOLDERS = ("algos", "benchmark", "common", "exercises", "tests")
 PAGES = [ROOT / "README.md", *(ROOT / folder / "README.md" for folder in FOLDERS)]
 PAGES += [ROOT / "exercises" / "DEBUGGING.md", ROOT / "exercises" / "PROBES.md"]
-RESULTS = sorted((ROOT / "benchmark" / "results").glob("*.md"))
+RESULTS = sorted((ROOT / "benchmark").glob("*/*.md"))
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 # Budgets: what is appended to a command so that it ends soon.
 SMALL = {
