@@ -99,15 +99,17 @@ def arguments(config, usual, *others):
 def settings_of(config):
     """A run's settings: "plain", "normalized", or the flags that differ from the published ones.
 
-    Those of sweeps/strong_*.toml are "strong", also with a discount of 0.9999.
+    Those of sweeps/strong_*.toml are "strong", with gamma and lambda where these are others.
     Another MuJoCo than that of the tables is named.
     """
     words = arguments(config, PLAIN[family_of(config["script"])], "epochs", "device", "compile")
     words += f" --num-cpu {config.get('ranks', 1)}" * (config.get("ranks", 1) > 1)
     names = {"": "plain", "--norm-obs --norm-rew": "normalized", "--gamma 0.9999": "gamma 0.9999"}
     words = names.get(words, words.strip())
-    if re.match("(swimmer_)?strong_", str(config.get("exp_name"))):
-        words = "strong" + ", gamma 0.9999" * (config["gamma"] == 0.9999)
+    if re.match("(swimmer_)?(strong|lam)_", str(config.get("exp_name"))):
+        usual = {"gamma": 0.99, "lam": 0.95}.items()
+        changed = [f", {name} {config[name]}" for name, x in usual if config.get(name, x) != x]
+        words = "strong" + "".join(changed)
     mujoco = (config.get("versions") or {}).get("mujoco", MUJOCO)
     return words + f", MuJoCo {mujoco}" * (mujoco != MUJOCO)
 

@@ -209,7 +209,7 @@ LIMITS = {
     "common/ lines": 888,
     "common/ tokens": 9275,
     "common/ files": 9,
-    "benchmark/ lines": 1974,
+    "benchmark/ lines": 1976,
     "exercises/ lines": 704,
     "tests/ lines": 5678,
     "names from common/": 10,
