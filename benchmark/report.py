@@ -106,7 +106,7 @@ def settings_of(config):
     words += f" --num-cpu {config.get('ranks', 1)}" * (config.get("ranks", 1) > 1)
     names = {"": "plain", "--norm-obs --norm-rew": "normalized", "--gamma 0.9999": "gamma 0.9999"}
     words = names.get(words, words.strip())
-    if re.match("(swimmer_)?(strong|lam)_", str(config.get("exp_name"))):
+    if re.match("(swimmer_)?strong_", str(config.get("exp_name"))):
         usual = {"gamma": 0.99, "lam": 0.95}.items()
         changed = [f", {name} {config[name]}" for name, x in usual if config.get(name, x) != x]
         words = "strong" + "".join(changed)
@@ -187,8 +187,8 @@ def collect(logdirs, results=RESULTS):
 def publish(logdirs, folder=POLICIES):
     """Copy the policies of the runs below `logdirs` to `folder`, as <algorithm>_<task>.npz.
 
-    Added to a file is `config`, of which test_policy.py makes the environment, and the table its
-    row: settings, seed, steps, and mean and deviation of the returns of 100 episodes without noise.
+    A file also gets `config`: what test_policy.py needs to make the environment, and the numbers of
+    its row in the table, of which mean and deviation are over 100 episodes without noise.
     """
     for frame in plot.get_all_datasets(logdirs):
         run = Path(frame.attrs["run_dir"])

@@ -32,7 +32,7 @@ stop_signal = None  # the signal that asked this process to stop
 def main(train, Args):
     """Run a script: read its flags, relaunch under mpirun if asked, train, set the exit code."""
     global _logger, stop_signal
-    _logger = None
+    _logger = args = None
     sys.path.append("")  # so that --env-id finds modules in the current directory
     try:
         args = parse_args(Args)
@@ -40,7 +40,7 @@ def main(train, Args):
         catch_signals()
         finished = train(args)
     except BaseException as e:
-        if isinstance(e, SystemExit) and not _logger:  # after --help, or a wrong flag
+        if isinstance(e, SystemExit) and args is None:  # after --help, or a wrong flag
             raise
         fail(e)
     signum, stop_signal = stop_signal, None  # a later run of this process is not to stop

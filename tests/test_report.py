@@ -134,6 +134,8 @@ def test_cells_are_smoothed_by_seed_and_compared_with_the_reference(tmp_path, mo
     cells = f"{cheetah.ours} | – | – | {swimmer[0].ours}; 40 (1) | – |"
     assert f"**PPO, PyTorch** | {cells}" in tables[0]
     assert "| 5700, tianshou-pytorch, HalfCheetah-v3 |" in tables[0] and "Flow 1**" not in tables[0]
+    config = {"script": "vpg_torch.py", "exp_name": "swimmer_strong_x", "gamma": 0.5, "lam": 0.99}
+    assert report.settings_of(config) == "strong, gamma 0.5, lam 0.99"
     for kind, mean in (("strong", 1000), ("gamma 0.9999", 4000)):
         assert f"{kind}** | – | – | – | – | {mean} ± 2500 (3) |" in tables[1]
     text = report.verdict(results, ["ppo"])

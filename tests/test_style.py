@@ -207,11 +207,11 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
     "common/ lines": 888,
-    "common/ tokens": 9275,
+    "common/ tokens": 9278,
     "common/ files": 9,
     "benchmark/ lines": 1976,
     "exercises/ lines": 704,
-    "tests/ lines": 5678,
+    "tests/ lines": 5691,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }

@@ -243,7 +243,6 @@ def test_video(tmp_path, monkeypatch):
     # In a process of its own: MuJoCo, once imported, keeps the way in which it draws.
     source = f"""
 import numpy as np
-from benchmark import report
 from benchmark import test_policy as tp
 env = tp.load_env({str(run)!r}, "rgb_array")
 for x in (0, 10):  # far to the right, it is in the middle of the picture still
