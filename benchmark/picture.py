@@ -21,7 +21,7 @@ from common import UsageError
 from common.args import PosFloat, parse_args
 
 FOLDER = Path(__file__).resolve().parent / "policies"
-NAMES = "trpo_swimmer", "ppo_hopper", "ppo_walker2d", "ppo_halfcheetah", "ppo_ant"
+NAMES = "ppo_swimmer", "ppo_hopper", "ppo_walker2d", "ppo_halfcheetah", "ppo_ant"
 START = 2.0  # seconds of an episode that are not shown: the robot has to get going
 FPS = 20  # pictures a second, at the robots' own speed
 CROP, SIZE, GAP = (0, 120, 480, 480), (200, 150), 6  # of a picture of 480 x 480; pixels

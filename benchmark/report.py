@@ -55,7 +55,8 @@ ALGOS = [algo for family in FAMILIES.values() for algo in family]
 FRAMEWORKS = {"torch": "PyTorch", "tf1": "TensorFlow 1"}
 # What is shown, as (framework, settings); of off-policy scripts, the first two.
 KINDS = {"PyTorch": ("torch", "plain"), "TensorFlow 1": ("tf1", "plain")}
-KINDS |= {kind: ("torch", kind) for kind in ("normalized", "strong", "gamma 0.9999")}
+KINDS |= {kind: ("torch", kind) for kind in ("normalized", "strong")}
+KINDS |= {"strong for Swimmer": ("torch", "strong, gamma 0.9999, lam 0.99")}
 TYPES = dict.fromkeys(("commit", "cpu", "arguments", "versions"), str)  # 12e4567 is no number
 # Runs of PPO that compare versions: a title, the suffix of the task, the settings.
 MUJOCO = "3.2.7"  # of the tables
@@ -69,7 +70,7 @@ PLAIN = {"on-policy": {"hidden_sizes": [64, 32]}, "off-policy": {}}
 OWN = [*flags.RESERVED, "save_freq", "snapshots", "seed", "env_id"]
 # Colours that are legible on white and on GitHub's dark background.
 COLORS = {"PyTorch": "#e8590c", "TensorFlow 1": "#1c7ed6", "published": "#868e96"}
-COLORS |= {"normalized": "#ae3ec9", "strong": "#2f9e44", "gamma 0.9999": "#e64980"}
+COLORS |= {"normalized": "#ae3ec9", "strong": "#2f9e44", "strong for Swimmer": "#e64980"}
 INK = "#7a7f87"
 DASHES = {"torch": (0, (4, 1.5)), "tf1": (0, (1, 1))}  # of the published curves
 
@@ -308,10 +309,12 @@ class Results:
 
         Columns: script, task, settings, mark, n; of plain settings, also the difference from the
         published mean, the half width of its 95 % interval (NaN for a single seed), and the
-        published standard deviation; ours and more: these in words; and without_noise, in words.
+        published standard deviation; ours and more: these in words; and in words without_noise, and
+        above_best: the difference, without noise where that is known, from the best elsewhere.
         """
         rows = []
         for (script, task, settings), runs in self.groups.items():
+            best = self.best_of(script.split("_")[0])
             reached = [m for m in MARKS if runs[m].notna().any()]
             half = [m for m in reached if 2 * runs[m].notna().sum() >= len(runs)]
             for mark in sorted({*half[-1:], *reached[-1:]}):
@@ -319,7 +322,7 @@ class Results:
                 ours = values.mean(), values.std(), len(values)
                 late = "" if mark == MARKS[-1] else f" at {plot.step_label(mark)}"
                 row = {"script": script, "task": task, "settings": settings, "n": len(values)}
-                row |= {"more": None, "without_noise": None}
+                row |= {"more": None, "without_noise": None, "above_best": None}
                 known = task in ENVS and settings == "plain"  # published for -v3, close to -v4
                 if known and (band := reference(script, task, mark)):
                     x, width = welch((ours, band))
@@ -329,9 +332,19 @@ class Results:
                     row["more"] = f"{estimate(*interval(*band))}, {more}"
                 row["ours"] = f"{with_interval(*ours)}{note}{late}"
                 if len(x := runs.without_noise.dropna()) and mark == reached[-1]:
-                    row["without_noise"] = with_interval(x.mean(), x.std(), len(x))
+                    ours = x.mean(), x.std(), len(x)
+                    row["without_noise"] = with_interval(*ours)
+                if task in best.index and mark == MARKS[-1]:
+                    theirs = best.loc[task, ["mean", "std_or_ci", "seeds"]]
+                    x, width = welch((ours, theirs))
+                    row["above_best"] = estimate(x, width, "+", theirs.std_or_ci) + arrow(x, width)
                 rows.append(row)
         return pd.DataFrame(rows)
+
+    def best_of(self, algo, single=False):
+        """The highest mean published at 1M steps, of several seeds or of single runs, by task."""
+        best = self.best[(self.best.algo == algo) & ((self.best.seeds == 1) == single)]
+        return best.groupby("task").tail(1).set_index("task")
 
     def scores(self, settings, pairs):
         """Returns as shares of the best published, for the (framework, setting)s that are compared.
@@ -383,8 +396,8 @@ def markdown(header, rows):
 
 
 def estimate(value, half, sign="", std=None):
-    """1300 ± 210: to the second digit of the half width; if that is NaN, of `std` or the value."""
-    size = abs(std or value) if np.isnan(half) else half
+    """1300 ± 210: to the second digit of the half width; else of `std`, else of the value."""
+    size = next(x for x in (half, std, abs(value)) if pd.notna(x))
     place = 1 - int(np.log10(max(size, 10)))  # units at the finest
     text = f"{round(value, place) + 0.0:{sign}.0f}"  # no -0
     return text if np.isnan(half) else f"{text} ± {round(half, place):.0f}"
@@ -419,11 +432,15 @@ def returns(results, algos):
             texts = by_task(cells, f"{algo}_{framework}", column="more")
             rows.append([f"Spinning Up's {name}, {theirs}; our difference, {title}", *texts])
         for title, single in ((f"best {name} elsewhere", False), (f"best single {name} run", True)):
-            best = results.best[(results.best.algo == algo) & ((results.best.seeds == 1) == single)]
-            best = best.groupby("task").tail(1).set_index("task")
+            best = results.best_of(algo, single)
             means = map(estimate, best["mean"], best.std_or_ci)
             best["text"] = [f"{x.split()[0]}, " for x in means] + best.framework + ", " + best.env
             rows.append([f"{title}, 1M", *best.text.reindex(ENVS, fill_value="–")])
+        there = set(cells.settings[cells.script == f"{algo}_torch"])
+        strong = [kind for kind in KINDS if "strong" in kind and KINDS[kind][1] in there]
+        for kind in strong or ["normalized" if "normalized" in there else "PyTorch"]:
+            texts = by_task(cells, f"{algo}_torch", KINDS[kind][1], "above_best")
+            rows.insert(-1, [f"our difference from it, {kind}", *texts])  # above the single runs
     return markdown(["", *ENVS], [row for row in rows if set(row[1:]) != {"–"}])
 
 

@@ -124,13 +124,12 @@ def test_files_that_cannot_be_probed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["name"])
 def test_the_table_of_bugs(bug, tmp_path):
-    """Each has a row, and is seen by one of the first probes that it names: rounding differs."""
+    """Each has a row; the first probe that it names sees it, or the next ones: rounding differs."""
     page = (ROOT / "exercises" / "PROBES.md").read_text()
     (seen,) = re.findall(rf"\| {bug['name']} \| \w+ \| (.*) \|$", page, flags=re.M)
     if seen != "-":
-        names = seen.split(", ")[:3]
-        _, wrong, said = judge(plant(bug, tmp_path), *names)
-        assert set(wrong) & set(names), said
+        script = plant(bug, tmp_path)
+        assert any(name in judge(script, name)[1] for name in seen.split(", ")[:3])
 
 
 if __name__ == "__main__":

@@ -90,8 +90,10 @@ def test_final_policies_act_without_noise(tmp_path):
             _, r, terminated, *_ = env.step(mean)
             rewards.append(r)
     assert read(tmp_path)[0].without_noise.tolist() == pytest.approx([sum(rewards) / 10])
+    table = report.returns(report.Results(tmp_path), ["ppo"])
     row = f"| PPO, PyTorch, without noise | – | {sum(rewards) / 10:.0f} (1) | – | – | – |"
-    assert row in report.returns(report.Results(tmp_path), ["ppo"])
+    above = round(sum(rewards) / 10 - 2432.2, -1)  # Tianshou's, with a deviation of 782
+    assert row in table and f"it, PyTorch | – | {above:.0f} |" in table
 
 
 def test_long_runs_are_thinned_to_means(tmp_path):
@@ -116,10 +118,8 @@ def test_cells_are_smoothed_by_seed_and_compared_with_the_reference(tmp_path, mo
     for seed, epochs in enumerate((75, 75, 250)):
         write_run(tmp_path / "data", seed, [40.0] * epochs, env="Swimmer-v4")
     for seed in range(6):
-        y, other = (
-            [1000.0 * seed] * 250,
-            {"gamma": 0.9999} if seed > 2 else {"exp_name": "strong_x"},
-        )
+        y, other = [1000.0 * seed] * 250, {"gamma": 0.9999, "lam": 0.99} if seed > 2 else {}
+        other["exp_name"] = "strong_x"
         write_run(tmp_path / "data", seed, y, "vpg_torch.py", "Ant-v4", **other)
     report.collect([str(tmp_path / "data")], tmp_path)
     results = report.Results(tmp_path)
@@ -136,8 +136,11 @@ def test_cells_are_smoothed_by_seed_and_compared_with_the_reference(tmp_path, mo
     assert "| 5700, tianshou-pytorch, HalfCheetah-v3 |" in tables[0] and "Flow 1**" not in tables[0]
     config = {"script": "vpg_torch.py", "exp_name": "swimmer_strong_x", "gamma": 0.5, "lam": 0.99}
     assert report.settings_of(config) == "strong, gamma 0.5, lam 0.99"
-    for kind, mean in (("strong", 1000), ("gamma 0.9999", 4000)):
+    for kind, mean in (("strong", 1000), ("strong for Swimmer", 4000)):
         assert f"{kind}** | – | – | – | – | {mean} ± 2500 (3) |" in tables[1]
+    # 1000 less Tianshou's 202.9; t(0.975, 2) sqrt(1000^2 / 3 + 35.5^2 / 5) is 4.303 x 577.6 = 2485.
+    for kind, text in (("strong", "+800 ± 2500"), ("strong for Swimmer", "+3800 ± 2500 ↑")):
+        assert f"difference from it, {kind} | – | – | – | – | {text} |" in tables[1]
     text = report.verdict(results, ["ppo"])
     assert "below 0 in 2 of 2 cells (ppo_torch on HalfCheetah, Swimmer)" in text
     assert "above 0 in 0 of 2 cells. These cells have 3 seeds." in text
