@@ -616,30 +616,6 @@ def forest(results):
     return panels(draw, (2, 3), 1.7, "our difference, in published standard deviations")
 
 
-def profiles(results):
-    """A figure of the share of runs above a score, a panel for each on-policy algorithm."""
-    tau = np.linspace(0, 1.5, 151)
-
-    def share_above(tasks):
-        return (np.concatenate(tasks, axis=-1)[..., None] > tau).mean(axis=-2)
-
-    def draw(axes):
-        for ax, algo in zip(axes.flat, FAMILIES["on-policy"], strict=True):
-            ax.set(xlim=(0, 1.5), ylim=(0, 1.03))
-            keys = {k: [(f"{algo}_{f}", env, s) for env in ENVS] for k, (f, s) in KINDS.items()}
-            kinds = [k for k in KINDS if results.groups.keys() >= {*keys[k]}]  # with all tasks
-            if found := results.scores([KINDS[k] for k in kinds], [(algo, env) for env in ENVS]):
-                tasks = "all five tasks" if found[1] == ", ".join(ENVS) else found[1]
-                ax.set_title(f"{algo.upper()}: {tasks}")
-                for kind, runs in zip(kinds, found[0], strict=True):
-                    share, *band = bootstrap(share_above, runs)
-                    ax.step(tau, share, color=COLORS[kind], lw=1.4, label=f"ours, {kind}")
-                    ax.fill_between(tau, *band, step="pre", color=COLORS[kind], alpha=0.15, lw=0)
-        axes[0, 0].set_ylabel("share of runs above")
-
-    return panels(draw, (1, 3), 1.9, "return at 1M steps as a share of the best published")
-
-
 # ------------------------------------------------------------------------------------------- pages
 
 
@@ -661,7 +637,7 @@ def make(root=ROOT):
         svg = learning_curves(results, algos, list(KINDS)[: 5 if "vpg" in algos else 2], 1.7)
         files[folder / f"{family.replace('-', '_')}.svg"] = svg
     files[folder / "all.svg"] = learning_curves(results, ALGOS, list(KINDS)[:2], 1.35)
-    files |= {folder / "forest.svg": forest(results), folder / "profiles.svg": profiles(results)}
+    files[folder / "forest.svg"] = forest(results)
     pages = [*sorted(folder.glob("*.md")), POLICIES / "README.md"]
     return files | {path: fill(path.read_text(), tables) for path in pages}
 
