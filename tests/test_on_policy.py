@@ -7,16 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import recorder
-from conftest import (
-    ON_POLICY,
-    ROOT,
-    load_script,
-    mostly_slow,
-    mpi,
-    progress,
-    run,
-    run_dir,
-)
+from conftest import ON_POLICY, ROOT, load_script, mostly_slow, mpi, progress, run, run_dir
 from test_replay import arguments, assert_same_events
 
 from benchmark.reading import read_npz

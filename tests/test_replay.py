@@ -8,6 +8,7 @@ moves nothing by more than 1e-5.
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import fields, replace
 from unittest.mock import Mock
 
@@ -200,20 +201,24 @@ def mutants(name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_no_use_of_a_flag_and_no_part_of_the_state_can_be_missing(name, tmp_path, monkeypatch):
     """Each in turn makes one of the two tests above fail."""
-    missing, survived = mutants(name), []
+    missing, survived, known, run = mutants(name), [], {}, reference.run
+
+    def run_once(algo, args, ranks):
+        key = str(replace(args, data_dir=""))
+        known[key] = known.get(key) or run(algo, args, ranks)
+        return known[key]
+
     (tmp_path / "algos").mkdir()
     monkeypatch.setattr(conftest, "ROOT", tmp_path)
+    monkeypatch.setattr(reference, "run", run_once)
     for i, (what, text) in enumerate(missing):
         (tmp_path / "algos" / f"{name}.py").write_text(text)
-        with monkeypatch.context() as patch:
-            try:
-                test_one_rank(name, False, tmp_path / str(i), patch)
-                if name in SWITCHED:
-                    test_with_flags_off(name, tmp_path / f"{i} off")
-                survived.append(f"{i}: {what}")
-            except (Exception, pytest.fail.Exception):
-                continue
-    assert len(missing) > 20 and not survived
+        with monkeypatch.context() as patch, suppress(Exception, pytest.fail.Exception):
+            test_one_rank(name, False, tmp_path / str(i), patch)
+            if name in SWITCHED:
+                test_with_flags_off(name, tmp_path / f"{i} off")
+            survived.append(f"{i}: {what}")
+    assert len(missing) > 20 and not survived and 1 <= len(known) <= 2
 
 
 RANKS = """
