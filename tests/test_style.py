@@ -209,7 +209,7 @@ LIMITS = {
     "common/ files": 9,
     "benchmark/ lines": 1972,
     "exercises/ lines": 704,
-    "tests/ lines": 5683,
+    "tests/ lines": 5684,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
