@@ -314,6 +314,7 @@ class Results:
         """
         rows = []
         for (script, task, settings), runs in self.groups.items():
+            tested = family_of(script) == "off-policy"  # without noise, as it is
             best = self.best_of(script.split("_")[0])
             reached = [m for m in MARKS if runs[m].notna().any()]
             half = [m for m in reached if 2 * runs[m].notna().sum() >= len(runs)]
@@ -331,7 +332,7 @@ class Results:
                     more = f"{estimate(x, width, '+', band[1])}{note}{late}"
                     row["more"] = f"{estimate(*interval(*band))}, {more}"
                 row["ours"] = f"{with_interval(*ours)}{note}{late}"
-                if len(x := runs.without_noise.dropna()) and mark == reached[-1]:
+                if len(x := runs.without_noise.dropna()) and mark == reached[-1] and not tested:
                     ours = x.mean(), x.std(), len(x)
                     row["without_noise"] = with_interval(*ours)
                 if task in best.index and mark == MARKS[-1]:

@@ -207,7 +207,7 @@ LIMITS = {
     "common/ lines": 888,
     "common/ tokens": 9278,
     "common/ files": 9,
-    "benchmark/ lines": 1972,
+    "benchmark/ lines": 1973,
     "exercises/ lines": 704,
     "tests/ lines": 5684,
     "names from common/": 10,
