@@ -66,7 +66,7 @@ class Args:
     start_steps: NonNegInt = 10_000  # first steps, all ranks together: actions uniformly random
     update_after: PosInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
-    num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
+    num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, all ranks together
     polyak: Unit = 0.995  # share of the target networks that an update of them keeps
     # DDPG
     pi_lr: PosFloat = 1e-3  # learning rate of the policy
@@ -185,7 +185,8 @@ class ReplayBuffer:
     def sample(self, shape, rng):
         """Draw transitions with replacement; `shape` is (gradient steps, batch size).
 
-        Returns obs [*shape, obs_dim], act [*shape, act_dim], rew [*shape], obs2, done [*shape].
+        Returns obs, act, rew, obs2, done: obs and obs2 [*shape, obs_dim], act [*shape, act_dim],
+        rew and done [*shape].
         """
         rows = self.data[rng.integers(min(self.count, len(self.data)), size=shape)]
         obs, act, rew, obs2, done = np.split(rows, self.columns, axis=-1)

@@ -3,11 +3,12 @@
     python algos/ppo_tf1.py --env-id CartPole-v1
     mpirun -np 4 python algos/ppo_tf1.py --env-id Hopper-v4
 
-From one batch of experience, take many steps up the clipped objective (eq. 7), which gains nothing
-once the ratio of the new to the old probability is further than eps from 1:
+From one batch of experience, take many steps up the clipped objective (eq. 7). It stops rewarding
+an action once the ratio of its new to its old probability is above 1 + eps where the advantage A
+is positive, or below 1 - eps where A is negative:
 
-    ratio  = pi(a|s) / pi_old(a|s)
-    L(pi)  = E[ min( ratio A, clip(ratio, 1 - eps, 1 + eps) A ) ]
+    ratio      = pi(a|s) / pi_old(a|s)
+    J_clip(pi) = E[ min( ratio A, clip(ratio, 1 - eps, 1 + eps) A ) ]
 
 The steps end early if the KL divergence grows too large: Spinning Up's addition to the paper.
 
@@ -64,7 +65,7 @@ class Args:
     gamma: Unit = 0.99  # discount factor
     hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
-    minibatch_size: NonNegInt = 0  # samples per gradient step; 0: all of the epoch
+    minibatch_size: NonNegInt = 0  # samples per gradient step, all ranks together; 0: whole epoch
     norm_obs: bool = False  # normalize observations by their mean and standard deviation so far
     norm_rew: bool = False  # normalize rewards by the standard deviation of discounted returns
     # PPO

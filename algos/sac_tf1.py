@@ -10,7 +10,7 @@ the second paper, there is no value network.
     y        = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s'))
     L(Q_i)   = E[ (Q_i(s, a) - y)^2 ]
     L(pi)    = E[ alpha log pi(a|s) - min_i Q_i(s, a) ],  a = tanh(mu(s) + sigma(s) noise)
-    L(alpha) = -E[ log alpha (log pi(a|s) - dim(A)) ]           with --alpha auto
+    L(alpha) = -E[ log alpha (log pi(a|s) - act_dim) ]          with --alpha auto
     theta_targ <- polyak theta_targ + (1 - polyak) theta        after each step
 
 Diff me against td3_tf1.py: a stochastic policy, and its entropy in both losses.
@@ -66,11 +66,11 @@ class Args:
     start_steps: NonNegInt = 10_000  # first steps, all ranks together: actions uniformly random
     update_after: PosInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
-    num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
+    num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, all ranks together
     polyak: Unit = 0.995  # share of the target networks that an update of them keeps
     # SAC
     lr: PosFloat = 1e-3  # learning rate of the policy, the Q functions and alpha
-    alpha: NonNegFloat | Literal["auto"] = 0.2  # weight of the entropy; auto: entropy near -dim(A)
+    alpha: NonNegFloat | Literal["auto"] = 0.2  # weight of the entropy; auto: entropy near -act_dim
 
 
 # Networks -----------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class SquashedGaussianActor:
     def __call__(self, obs, noise):
         """obs [B, obs_dim], standard normal noise [B, act_dim] -> a [B, act_dim], log pi(a|s) [B].
 
-        log pi(a|s) = log Normal(u) - sum log(1 - tanh(u)^2), in a form that does not overflow.
+        log pi(a|s) = log Normal(u) - sum log(1 - tanh(u)^2), in a form accurate for large |u|.
         The network gives mu and log_std; log_std is clamped to [-20, 2].
         """
         mu, log_std = tf.split(self.net(obs), 2, -1)
@@ -197,7 +197,8 @@ class ReplayBuffer:
     def sample(self, shape, rng):
         """Draw transitions with replacement; `shape` is (gradient steps, batch size).
 
-        Returns obs [*shape, obs_dim], act [*shape, act_dim], rew [*shape], obs2, done [*shape].
+        Returns obs, act, rew, obs2, done: obs and obs2 [*shape, obs_dim], act [*shape, act_dim],
+        rew and done [*shape].
         """
         rows = self.data[rng.integers(min(self.count, len(self.data)), size=shape)]
         obs, act, rew, obs2, done = np.split(rows, self.columns, axis=-1)
@@ -263,8 +264,8 @@ def train(args):
     with tf.variable_scope("ac"):
         ac = actor_critic(obs_dim, act_dim, args.hidden_sizes, args.activation, rng)
     with tf.variable_scope("ac_targ/q"):
-        q_targ = TwinQFunction(obs_dim, act_dim, args.hidden_sizes, args.activation, rng)
-        ac_targ = SimpleNamespace(q=q_targ)
+        q_function = TwinQFunction(obs_dim, act_dim, args.hidden_sizes, args.activation, rng)
+        ac_targ = SimpleNamespace(q=q_function)
     pi_vars, q_vars = tf.trainable_variables("ac/pi/"), tf.trainable_variables("ac/q/")
     targ_vars = tf.trainable_variables("ac_targ/")
     pi_optimizer = mpi_tf1.Adam(args.lr, name="pi_optimizer")
@@ -283,8 +284,7 @@ def train(args):
     alpha = tf.stop_gradient(tf.exp(log_alpha)) if auto_alpha else args.alpha
 
     # Q functions: regress on the backup.
-    params = {"noise": noise_ph[0], "alpha": alpha, "gamma": args.gamma}
-    backup = compute_backup(ac, ac_targ, rew_ph, obs2_ph, done_ph, **params)
+    backup = compute_backup(ac, ac_targ, rew_ph, obs2_ph, done_ph, noise_ph[0], alpha, args.gamma)
     q1, q2 = ac.q(obs_ph, act_ph)
     loss_q = compute_loss_q(q1, q2, backup)
     train_q = q_optimizer.minimize(loss_q, q_vars)
@@ -312,10 +312,10 @@ def train(args):
 
     # The SavedModel: the policy without noise, a sample of it, and Q of any action in [-1, 1].
     model_obs, model_act = (tf.placeholder(tf.float32, [None, dim]) for dim in (obs_dim, act_dim))
-    mu, _ = ac.pi(model_obs, noise=0.0)
-    pi, _ = ac.pi(model_obs, tf.random.normal(tf.shape(mu)))
+    model_mu, _ = ac.pi(model_obs, noise=0.0)
+    model_pi, _ = ac.pi(model_obs, tf.random.normal(tf.shape(model_mu)))
     model_q1, model_q2 = ac.q(model_obs, model_act)
-    model_outputs = {"mu": mu, "pi": pi, "q1": model_q1, "q2": model_q2}
+    model_outputs = {"mu": model_mu, "pi": model_pi, "q1": model_q1, "q2": model_q2}
 
     sess.run(tf.global_variables_initializer())
     sess.run(mpi_tf1.sync_all_params())

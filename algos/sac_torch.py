@@ -10,7 +10,7 @@ the second paper, there is no value network.
     y        = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s'))
     L(Q_i)   = E[ (Q_i(s, a) - y)^2 ]
     L(pi)    = E[ alpha log pi(a|s) - min_i Q_i(s, a) ],  a = tanh(mu(s) + sigma(s) noise)
-    L(alpha) = -E[ log alpha (log pi(a|s) - dim(A)) ]           with --alpha auto
+    L(alpha) = -E[ log alpha (log pi(a|s) - act_dim) ]          with --alpha auto
     theta_targ <- polyak theta_targ + (1 - polyak) theta        after each step
 
 Diff me against td3_torch.py: a stochastic policy, and its entropy in both losses.
@@ -69,11 +69,11 @@ class Args:
     start_steps: NonNegInt = 10_000  # first steps, all ranks together: actions uniformly random
     update_after: PosInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
-    num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
+    num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, all ranks together
     polyak: Unit = 0.995  # share of the target networks that an update of them keeps
     # SAC
     lr: PosFloat = 1e-3  # learning rate of the policy, the Q functions and alpha
-    alpha: NonNegFloat | Literal["auto"] = 0.2  # weight of the entropy; auto: entropy near -dim(A)
+    alpha: NonNegFloat | Literal["auto"] = 0.2  # weight of the entropy; auto: entropy near -act_dim
 
 
 # Networks -----------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class SquashedGaussianActor(nn.Module):
     def forward(self, obs, noise):
         """obs [B, obs_dim], standard normal noise [B, act_dim] -> a [B, act_dim], log pi(a|s) [B].
 
-        log pi(a|s) = log Normal(u) - sum log(1 - tanh(u)^2), in a form that does not overflow.
+        log pi(a|s) = log Normal(u) - sum log(1 - tanh(u)^2), in a form accurate for large |u|.
         The network gives mu and log_std; log_std is clamped to [-20, 2].
         """
         mu, log_std = self.net(obs).chunk(2, -1)
@@ -207,7 +207,8 @@ class ReplayBuffer:
     def sample(self, shape, rng):
         """Draw transitions with replacement; `shape` is (gradient steps, batch size).
 
-        Returns obs [*shape, obs_dim], act [*shape, act_dim], rew [*shape], obs2, done [*shape].
+        Returns obs, act, rew, obs2, done: obs and obs2 [*shape, obs_dim], act [*shape, act_dim],
+        rew and done [*shape].
         """
         rows = self.data[rng.integers(min(self.count, len(self.data)), size=shape)]
         obs, act, rew, obs2, done = np.split(rows, self.columns, axis=-1)
@@ -290,8 +291,7 @@ def train(args):
         alpha = log_alpha.detach().exp() if auto_alpha else args.alpha
 
         # Q functions: regress on the backup.
-        params = {"noise": noise[0], "alpha": alpha, "gamma": args.gamma}
-        backup = compute_backup(ac, ac_targ, rew, obs2, done, **params)
+        backup = compute_backup(ac, ac_targ, rew, obs2, done, noise[0], alpha, args.gamma)
         q1, q2 = ac.q(obs, act)
         loss_q = compute_loss_q(q1, q2, backup)
         q_optimizer.minimize(loss_q)

@@ -3,9 +3,9 @@
     python algos/td3_tf1.py --env-id HalfCheetah-v4
     mpirun -np 4 python algos/td3_tf1.py --env-id Hopper-v4
 
-DDPG's policy seeks out the actions whose Q is too high. TD3 makes three changes: the smaller of two
-Qs values the next state, clipped noise is added to the target policy's action, and the policy and
-the targets are updated once per policy_delay updates of the Qs.
+DDPG's policy seeks out the actions whose Q is too high. TD3 makes three changes: the next state is
+valued by the smaller of two Qs, clipped noise is added to the target policy's action, and the
+policy and the targets are updated once per policy_delay updates of the Qs.
 
     a'     = clip(pi_targ(s') + clip(sigma noise, -c, c), -1, 1)
     y      = r + gamma (1 - d) min_i Q_targ,i(s', a')
@@ -67,7 +67,7 @@ class Args:
     start_steps: NonNegInt = 10_000  # first steps, all ranks together: actions uniformly random
     update_after: PosInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
-    num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, on all ranks
+    num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, all ranks together
     polyak: Unit = 0.995  # share of the target networks that an update of them keeps
     # TD3
     pi_lr: PosFloat = 1e-3  # learning rate of the policy
@@ -193,7 +193,8 @@ class ReplayBuffer:
     def sample(self, shape, rng):
         """Draw transitions with replacement; `shape` is (gradient steps, batch size).
 
-        Returns obs [*shape, obs_dim], act [*shape, act_dim], rew [*shape], obs2, done [*shape].
+        Returns obs, act, rew, obs2, done: obs and obs2 [*shape, obs_dim], act [*shape, act_dim],
+        rew and done [*shape].
         """
         rows = self.data[rng.integers(min(self.count, len(self.data)), size=shape)]
         obs, act, rew, obs2, done = np.split(rows, self.columns, axis=-1)
@@ -262,8 +263,8 @@ def train(args):
     batch_ph = [obs_ph, act_ph, rew_ph, obs2_ph, done_ph, noise_ph]
 
     # Q functions: regress on the backup.
-    params = {"noise": noise_ph, "target_noise": args.target_noise, "noise_clip": args.noise_clip}
-    backup = compute_backup(ac_targ, rew_ph, obs2_ph, done_ph, **params, gamma=args.gamma)
+    smoothing = noise_ph, args.target_noise, args.noise_clip
+    backup = compute_backup(ac_targ, rew_ph, obs2_ph, done_ph, *smoothing, args.gamma)
     q1, q2 = ac.q(obs_ph, act_ph)
     loss_q = compute_loss_q(q1, q2, backup)
     train_q = q_optimizer.minimize(loss_q, q_vars)

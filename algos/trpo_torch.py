@@ -7,10 +7,11 @@ From one batch of experience, take the best step that moves the policy by no mor
 
     max E[ pi(a|s) / pi_old(a|s) A ]   such that   E[ KL(pi_old(.|s) || pi(.|s)) ] <= delta
 
-To first order in the objective, gradient g, and to second order in the KL, Hessian H (the Fisher
-matrix), the answer is the natural gradient step sqrt(2 delta / x^T H x) x, where H x = g. Conjugate
-gradient finds x from products H v alone, and a line search makes up for the approximations. To H,
-damping_coeff times the identity is added, so that flat directions give no huge steps.
+With the objective expanded to first order (gradient g) and the KL to second order (Hessian H, the
+Fisher matrix), the solution is the natural gradient step sqrt(2 delta / x^T H x) x, where H x = g.
+Conjugate gradient finds x from products of H with vectors, H v = grad(v . grad KL), without H
+itself. A line search makes up for the approximations. damping_coeff times the identity is added to
+H, so that flat directions give no huge steps.
 
 The advantage A is estimated by generalized advantage estimation, GAE (Schulman et al. 2016,
 arXiv:1506.02438, eq. 16), and V regresses on the discounted rewards to go:
@@ -67,7 +68,7 @@ class Args:
     gamma: Unit = 0.99  # discount factor
     hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
-    minibatch_size: NonNegInt = 0  # samples per step on V; 0: all of the epoch
+    minibatch_size: NonNegInt = 0  # samples per step on V, all ranks together; 0: whole epoch
     norm_obs: bool = False  # normalize observations by their mean and standard deviation so far
     norm_rew: bool = False  # normalize rewards by the standard deviation of discounted returns
     # TRPO
@@ -304,7 +305,7 @@ def flat_grad(y, params, **options):
 
 
 def fisher_product(grad_kl, params, x):
-    """H x [D], H the Hessian of the KL; grad_kl [D] its gradient with its graph, x [D]; tensors."""
+    """H x = grad(x . grad KL) [D], H the Hessian of the KL; grad_kl [D] with its graph, x [D]."""
     return flat_grad(grad_kl @ x, params, retain_graph=True)
 
 

@@ -3,8 +3,8 @@
     python algos/vpg_torch.py --env-id CartPole-v1
     mpirun -np 4 python algos/vpg_torch.py --env-id Hopper-v4
 
-From one batch of experience, take one step up the gradient of the expected return. It makes actions
-that turned out better than expected more likely; the advantage A says how much better:
+From one batch of experience, take one step up the gradient of the expected return J. It makes
+actions that turned out better than expected more likely; the advantage A says how much better:
 
     grad J(pi) = E[ grad log pi(a|s) A ]
 
