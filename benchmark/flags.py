@@ -72,8 +72,11 @@ def checked(Args, params):
     try:
         return Args(**params)
     except ValidationError as e:
-        wrong = {flag(str(error["loc"][0])): error["msg"] for error in e.errors()}
-        raise UsageError("; ".join(f"{name}: {why}" for name, why in wrong.items())) from e
+        wrong = {}  # of a value that may be one of several types, there are several errors
+        for error in e.errors():
+            wrong.setdefault(flag(str(error["loc"][0])), {})[error["msg"]] = None
+        lines = (f"{name}: {' or '.join(why)}" for name, why in wrong.items())
+        raise UsageError("; ".join(lines)) from e
 
 
 def to_words(hints, params):
@@ -134,11 +137,13 @@ class Script:
         to_words(self.hints, params)  # refuses what no words can say
         args = checked(self.Args, {name: word(value) for name, value in params.items()})
         if "env_id" in params or "env_kwargs" in params:
-            check_env(args.env_id, json.dumps(getattr(args, "env_kwargs", {})))
-        return json.loads(json.dumps(dataclasses.asdict(args)))
+            check_env(args.env_id, json.dumps(getattr(args, "env_kwargs", {}), default=plain))
+        return json.loads(json.dumps(dataclasses.asdict(args), default=plain))
 
     def command(self, own, params, directory, stamp):
         """(words, None): words after `python` that start a run; `own`: exp_name, seed, data_dir."""
+        # As checked: 1e6, which is a float in a sweep file, is the int 1000000.
+        params = {name: value for name, value in self.parse(params).items() if name in params}
         words = [str(self.path), *to_words(self.hints, own | params)]
         # --resume starts the run where there is nothing to resume.
         return [*words, "--datestamp" if stamp else "--resume"], None
@@ -172,6 +177,7 @@ class Function:
         self.name = self.label = getattr(function, "__name__", type(function).__name__)
         self.parameters = inspect.signature(function).parameters.values()
         self.hints = dict.fromkeys(p.name for p in self.parameters)
+        self.takes_env_fn = "env_fn" in self.hints and "env_name" not in self.hints
 
     def asks_for(self, name):
         return any(p.name == name or p.kind is p.VAR_KEYWORD for p in self.parameters)
@@ -179,12 +185,12 @@ class Function:
     def takes(self, key):
         # A seed is in the directory's name, even if the function has no use for it.
         name = key.split(":")[0]
-        as_env_fn = name == "env_name" and self.asks_for("env_fn")
+        as_env_fn = name == "env_name" and self.takes_env_fn
         return name == "seed" or as_env_fn or self.asks_for(name)
 
     def parse(self, params):
         """The arguments of a run and the function's defaults, as its config.json records them."""
-        if "env_name" in params and not self.asks_for("env_name"):
+        if "env_name" in params and self.takes_env_fn:
             check_env(params["env_name"])
         given = {p.name: p.default for p in self.parameters if p.default is not p.empty} | params
         # An object's address is another one in every process.
@@ -199,7 +205,7 @@ class Function:
         logger_kwargs = {"output_dir": str(directory), "exp_name": own["exp_name"]}
         given = {"seed": own["seed"], "logger_kwargs": logger_kwargs}
         given = {name: value for name, value in given.items() if self.asks_for(name)} | params
-        if "env_name" in given and not self.asks_for("env_name"):
+        if "env_name" in given and self.takes_env_fn:
             import gymnasium
 
             given["env_fn"] = functools.partial(gymnasium.make, given.pop("env_name"))

@@ -207,9 +207,9 @@ class ExperimentGrid:
         Raises:
             UsageError: an argument is wrong; nothing was started.
         """
-        data_dir = "data" if data_dir is None else str(data_dir)
-        options = Options((), None, num_cpu, workers, data_dir, datestamp, retry_failed)
-        return run_sweep(Sweep(self, thunk, options)) == 0
+        options = {"num_cpu": num_cpu, "datestamp": datestamp, "workers": workers}
+        options |= {"data_dir": str(data_dir or "data"), "retry_failed": retry_failed}
+        return run_sweep(Sweep(self, thunk, flags.checked(Options, options))) == 0
 
 
 def call_experiment(exp_name, thunk, seed=0, num_cpu=1, data_dir=None, datestamp=False, **kwargs):
@@ -294,7 +294,9 @@ def make_run(options, thunk, exp_name, params, stamp):
     if mpirun is None and ranks > 1:
         raise UsageError(f"num_cpu = {ranks} needs mpirun, and there is none on PATH")
     command = [*([mpirun, "-np", str(ranks)] if mpirun else []), sys.executable, *words]
-    fixed = {name: value for name, value in settings.items() if name not in thunk.free}
+    # As the script's logger has it: with --anneal-lr, numbers depend on the epochs, too.
+    free = thunk.free - ({"epochs"} if settings.get("anneal_lr") else set())
+    fixed = {name: value for name, value in settings.items() if name not in free}
     fixed |= {"script": thunk.label, "ranks": ranks}
     return launch.Run(
         directory, command, fixed, None if call else settings.get("epochs"), call, stamp

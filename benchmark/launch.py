@@ -67,6 +67,8 @@ def status(run):
     try:
         config = read_json(run.record / "config.json")
     except OSError:
+        if run.call and (run.directory / "config.json").exists():
+            return "another run", "it is not one of a function"
         return "interrupted", ""
     except ValueError as e:
         return "failed", printable(e)
@@ -293,5 +295,5 @@ def summary(runs, name, seconds):
         if others:  # a star, since a prefix that is also a directory would stand for it alone
             folder = folder.with_name(f"{runs[0].stamp[:10]}_{name}".lstrip("_"))
         names = shlex.quote(str(folder)) + "*" * bool(others)
-        lines.append(f"python {os.path.relpath(PLOT)} {names} plots the curves")
+        lines.append(f"python {shlex.quote(os.path.relpath(PLOT))} {names} plots the curves")
     return "\n".join(lines)

@@ -69,7 +69,7 @@ class Args:
     est: Literal["mean", "median", "min", "max"] = "mean"
     reference: bool = False  # overlay Spinning Up's published curves
     out: Annotated[str | None, arg(aliases=["-o"])] = None  # .png, .svg, .pdf; default plot.png
-    csv: str | None = None  # write the aggregated numbers to this file
+    csv: str | None = None  # write the aggregated numbers to this file; no picture but with --out
     compare: bool = False  # print how the first of two logdirs differs from the second
     show: bool = False  # open a window
 
@@ -177,10 +177,12 @@ def get_all_datasets(all_logdirs, legend=(), select=(), exclude=()):
     """The runs below all of `all_logdirs`; `legend` names the directories they expand to, in order.
 
     A directory that `select` and `exclude` leave without runs needs no name. Returns a list of
-    DataFrames as `get_datasets` does. Raises ValueError for a logdir that does not exist and a
-    legend of the wrong length.
+    DataFrames as `get_datasets` does. Raises ValueError for a logdir that does not exist, for none
+    with a run, and for a legend of the wrong length.
     """
     logdirs = [d for d in expand_logdirs(all_logdirs) if find_runs(d, select, exclude)]
+    if not logdirs:
+        raise ValueError(f"there is no run in {' '.join(all_logdirs)}")
     if legend and len(legend) != len(logdirs):
         text = f"--legend has {len(legend)} names for {len(logdirs)} directories"
         raise ValueError(f"{text}: {' '.join(logdirs)}")
@@ -508,6 +510,8 @@ def main(argv=None):
         if not args.show:
             plt.switch_backend("agg")
             args.out = args.out or (None if args.csv else "plot.png")
+        if args.out and not Path(args.out).suffix:
+            args.out += ".png"  # as Matplotlib does
         make_plots(args.logdir, **{k: v for k, v in vars(args).items() if k != "logdir"})
     except (ValueError, OSError, ImportError) as e:
         print(f"plot.py: error: {printable(e, 1000)}", file=sys.stderr)

@@ -166,7 +166,7 @@ def collect(logdirs, results=RESULTS):
     """
     runs, curves = {}, {}
     for frame in plot.get_all_datasets(logdirs):
-        if frame.attrs["algo"]:
+        if frame.attrs["framework"] in FRAMEWORKS:
             row, table = read_run(frame)
             noiseless = np.mean(without_noise(Path(frame.attrs["run_dir"]), row["seed"]))
             runs[row["run"]] = {**row, "without_noise": noiseless}
@@ -193,7 +193,7 @@ def publish(logdirs, folder=POLICIES):
     """
     for frame in plot.get_all_datasets(logdirs):
         run = Path(frame.attrs["run_dir"])
-        if not frame.attrs["algo"]:
+        if frame.attrs["framework"] not in FRAMEWORKS:
             raise ValueError(f"{run} is not a run of one of the twelve scripts")
         row, table = read_run(frame)
         arrays, config = read_npz(run / "policy.npz"), test_policy.read_config(run)
@@ -216,6 +216,8 @@ def verify(words, setting, epochs, results):
     words: script, task and seed; none of them for a random row of `setting`. Raises ValueError if
     there is no such row, or if its run fails.
     """
+    if len(words) > 3:
+        raise ValueError("--verify takes script, task and seed; --setting names their settings")
     runs, keys = results.runs, ["settings", "script", "env", "seed"][: len(words) + 1]
     for key, word in zip(keys, (setting, *words), strict=True):
         there, runs = runs[key].unique(), runs[runs[key].astype(str) == word]
@@ -650,7 +652,8 @@ def main(argv=None):
             sys.exit(not verify(args.verify, args.setting, args.epochs, Results()))
         if args.collect:
             print(f"collected {collect(args.collect)} runs")
-        publish(args.publish)
+        if args.publish:
+            publish(args.publish)
         for path, text in make().items():
             if not path.exists() or path.read_text() != text:
                 path.write_text(text)

@@ -157,8 +157,8 @@ def find_policy(run, itr="last"):
     name = "policy.npz" if itr in ("last", -1) else f"policy_{itr}.npz"  # -1: Spinning Up's word
     there = sorted(path.name for path in Path(run).glob("policy*.npz"))
     if name not in there:
-        text = f"there is no {name} in {run}, only {', '.join(there) or 'no policy at all'}"
-        raise UsageError(f"{text} (a run with --snapshots keeps more)")
+        more = f", only {', '.join(there)} (a run with --snapshots keeps more)" if there else ""
+        raise UsageError(f"there is no {name} in {run}{more}")
     return read_policy(Path(run, name))
 
 
@@ -294,8 +294,11 @@ def main(argv=None):
         if args.video:
             from gymnasium.wrappers import RecordVideo
 
+            run = args.run.resolve()
+            name = run.stem if run.is_file() else run.name
+            name += f"_{args.itr}" if args.itr not in ("last", -1) else ""
             how = {"episode_trigger": lambda _: True, "disable_logger": True}
-            env = RecordVideo(env, args.video, name_prefix=args.run.resolve().stem, **how)
+            env = RecordVideo(env, args.video, name_prefix=name, **how)
     except (OSError, UsageError) as e:
         print(f"test_policy.py: error: {printable(e, 1000)}", file=sys.stderr)
         sys.exit(2)

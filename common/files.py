@@ -35,10 +35,9 @@ FREE_TO_CHANGE |= {"datestamp", "num_cpu", "versions", "git_commit", "host", "st
 def convert_json(obj):
     """Turn an object into what `json.dumps(..., allow_nan=False)` accepts.
 
-    Numbers, strings, None, lists and dicts stay (keys become strings; tuples as keys are left out);
-    NumPy scalars and arrays become numbers and lists; NaN and infinities become None, since JSON
-    has neither; dataclasses become dicts, functions and classes their names, and any other object
-    its string.
+    Numbers, strings, None, lists and dicts stay (keys become strings); NumPy scalars and arrays
+    become numbers and lists; NaN and infinities become None, since JSON has neither; dataclasses
+    become dicts, functions and classes their names, and any other object its string.
     """
 
     def plain(x):

@@ -65,6 +65,7 @@ def test_directories(tmp_path, monkeypatch):
     assert setup_logger_kwargs("name", 7, "d") == kwargs
     assert setup_logger_kwargs("name", data_dir="d")["output_dir"] == "d/name"
     assert setup_logger_kwargs("~", data_dir="~/d")["output_dir"] == f"{tmp_path}/d/~"
+    monkeypatch.setenv("SWEEP_DATESTAMP", "")  # of a sweep without datestamps
     stamped = setup_logger_kwargs("name", 7, "d", datestamp=True)["output_dir"]
     date, time = r"\d{4}-\d\d-\d\d", r"\d\d-\d\d-\d\d"
     assert pd.Series([stamped]).str.fullmatch(rf"d/{date}_name/{date}_{time}-name_s7").all()

@@ -361,7 +361,7 @@ def test_every_flag_has_its_effect(tmp_path, monkeypatch):
 def test_command_line_writes_figures_and_numbers(tmp_path):
     write_run(tmp_path, "ppo", 0, [1, 2, 3, 4])
     write_run(tmp_path, "ppo", 1, [3, 4, 5])
-    words = ["ppo", "--out", "a.png", "--csv", "a.csv", "-y", "Performance", "-s", "1"]
+    words = ["ppo", "--out", "a", "--csv", "a.csv", "-y", "Performance", "-s", "1"]
     done = run(ROOT / "benchmark" / "plot.py", *words, cwd=tmp_path)
     assert done.stdout == "wrote a.png\nwrote a.csv\n"
     rows = pd.read_csv(tmp_path / "a.csv")
@@ -378,6 +378,7 @@ def test_command_line_writes_figures_and_numbers(tmp_path):
     [
         ([], "directory"),
         (["nothing"], "nothing"),
+        (["empty"], "there is no run in empty"),
         (["ppo", "--value", "Speed"], "Speed"),
         (["ppo", "--value", "Condition1"], "Condition1"),
         (["ppo", "--smooth", "0"], "smooth"),
@@ -389,6 +390,7 @@ def test_command_line_writes_figures_and_numbers(tmp_path):
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, word):
     write_run(tmp_path, "ppo", 0, [1])
+    (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
         plot.main(args)

@@ -72,6 +72,9 @@ def test_collect_takes_runs_in_and_replaces_them(tmp_path):
     assert curves[curves.run == "ppo_torch_Hopper-v4_s0"]["return"].tolist() == [8, 9, 10, 11]
     with pytest.raises(ValueError, match="starts with it"):
         report.collect([str(tmp_path / "nothing")], results)
+    write_run(tmp_path / "mine", 0, [1], script="ppo_mine.py")
+    with pytest.raises(ValueError, match="no run to collect"):
+        report.collect([str(tmp_path / "mine")], results)
 
 
 def test_final_policies_act_without_noise(tmp_path):
@@ -235,6 +238,8 @@ def test_a_run_that_differs_is_told(tmp_path, capsys):
         report.compare(results.runs.iloc[0], again.assign(AverageEpRet=np.nan), results)
     with pytest.raises(ValueError, match=r"no plain run of ppo_torch Hopper-v4 7; .* seed 0, 1$"):
         report.verify(["ppo_torch", "Hopper-v4", "7"], "plain", 1, results)
+    with pytest.raises(ValueError, match="--setting"):
+        report.verify(["ppo_torch", "Hopper-v4", "1", "plain"], "plain", 1, results)
 
 
 def test_a_long_run_made_again_is_compared_by_the_points_that_were_kept(tmp_path, capsys):

@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -228,14 +229,17 @@ HOPPER = arrays([11, 3], "gaussian", log_std=np.zeros(3, np.float32), **HOPPER)
 def test_video(tmp_path, monkeypatch):
     """Hopper, drawn without a display, if this machine can, by a camera that goes along."""
     monkeypatch.delenv("DISPLAY", raising=False)
-    run = write_run(tmp_path / "hopper_s0", HOPPER, "Hopper-v4", max_ep_len=10)
+    run = write_run(tmp_path / "hopper_0.9_s0", HOPPER, "Hopper-v4", max_ep_len=10)
+    shutil.copy(run / "policy.npz", run / "policy_7.npz")
     done = command_line(run, "-n", 2, "--video", tmp_path / "videos")
     if done.returncode == 2:
         assert "apt-get install" in done.stderr and done.stderr.count("\n") == 1
         pytest.skip(f"no rendering on this machine: {done.stderr}")
     assert done.returncode == 0, done.stderr
+    command_line(run, "-n", 1, "--itr", 7, "--video", tmp_path / "videos")
     videos = sorted((tmp_path / "videos").glob("*.mp4"))
-    assert [v.name for v in videos] == [f"hopper_s0-episode-{i}.mp4" for i in range(2)]
+    names = [f"hopper_0.9_s0{x}.mp4" for x in ("-episode-0", "-episode-1", "_7-episode-0")]
+    assert [v.name for v in videos] == names
     from moviepy import VideoFileClip
 
     with VideoFileClip(str(videos[0])) as clip:
@@ -312,7 +316,7 @@ def test_a_policy_is_published_with_its_environment_and_its_returns(tmp_path, ca
     mean, deviation = map(float, re.search(r"mean (\S+) +std (\S+)", said[0]).groups())
     row = "| [ppo_pendulum.npz](ppo_pendulum.npz) | ppo_torch.py | gamma 0.9999 | 3 | 2.8k "
     assert report.trained(folder).endswith(f"\n{row}| {mean:.0f} | {deviation:.0f} |")
-    (run / "config.json").write_text('{"env_id": "Pendulum-v1", "script": "mine.py"}')
+    (run / "config.json").write_text('{"env_id": "Pendulum-v1", "script": "ppo_mine.py"}')
     with pytest.raises(ValueError, match=r"x_s3 is not a run of one of the twelve scripts"):
         report.publish([str(run)], folder)
 
@@ -381,7 +385,7 @@ class Blind(gym.Env):
         ([], "required"),
         (["unknown"], "NoSuchEnv"),
         (["broken"], "config.json"),
-        (["nothing"], "no policy at all"),
+        (["nothing"], "no policy.npz in nothing\n"),
         (["run", "--len", "-2"], "\n  len  "),
         (["run", "--render", "--video", "x"], "--video"),
         (["run", "--render", "-nr"], "--render excludes --video and --norender"),
