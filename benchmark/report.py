@@ -161,13 +161,18 @@ def thin(table, k):
 def collect(logdirs, results=RESULTS):
     """Take the runs below `logdirs` into runs.csv and curves.csv; returns the number of runs.
 
-    Runs that are there already are replaced. Raises ValueError if there is no run, or for a logdir
-    that does not exist.
+    A run takes the place of one of the same script, task, settings and seed with as many steps or
+    fewer. Raises ValueError if there is no run, or for a logdir that does not exist.
     """
-    runs, curves = {}, {}
+    runs, curves, path = {}, {}, results / "runs.csv"
+    steps = pd.read_csv(path, index_col="run")["steps"].to_dict() if path.exists() else {}
     for frame in plot.get_all_datasets(logdirs):
         if frame.attrs["framework"] in FRAMEWORKS:
             row, table = read_run(frame)
+            if row["steps"] < steps.get(row["run"], 0):
+                plot.warn(f"left out {frame.attrs['run_dir']}: there is a longer run of its kind")
+                continue
+            steps[row["run"]] = row["steps"]
             noiseless = np.mean(without_noise(Path(frame.attrs["run_dir"]), row["seed"]))
             runs[row["run"]] = {**row, "without_noise": noiseless}
             curves[row["run"]] = thin(table, -(-len(table) // MAX_ROWS)).assign(run=row["run"])
@@ -302,6 +307,7 @@ class Results:
         best = pd.read_csv(plot.REFERENCE.with_name("published_at_1m_steps.csv")).query(
             "source != 'SpinningUp bench 2020' and steps == 1_000_000"
         )
+        best = best[~best.note.str.contains("MAX over training", na=False)]
         best = best.assign(algo=best.algo.str.lower().str.split("/").str[0])
         self.best = best.assign(task=best.env.str.split("-v").str[0]).sort_values("mean")
         self.cells = self.make_cells()

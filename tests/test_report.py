@@ -73,6 +73,7 @@ def test_collect_takes_runs_in_and_replaces_them(tmp_path):
     with pytest.raises(ValueError, match="starts with it"):
         report.collect([str(tmp_path / "nothing")], results)
     write_run(tmp_path / "mine", 0, [1], script="ppo_mine.py")
+    write_run(tmp_path / "mine", 0, [1])  # of four epochs above
     with pytest.raises(ValueError, match="no run to collect"):
         report.collect([str(tmp_path / "mine")], results)
 
@@ -143,6 +144,7 @@ def test_cells_are_smoothed_by_seed_and_compared_with_the_reference(tmp_path, mo
     for kind, mean, more in (("", 1000, "+800 ± 2500"), (" for Swimmer", 4000, "+3800 ± 2500 ↑")):
         assert f"strong{kind}** | – | – | – | – | {mean} ± 2500 (3) |" in tables[1]
         assert f"difference from it, strong{kind} | – | – | – | – | {more} |" in tables[1]
+    assert results.best_of("td3").loc["Hopper", "mean"] == 3400.06  # 3564.07 is at 970,000 steps
     text = report.verdict(results, ["ppo"])
     assert "below 0 in 2 of 2 cells (ppo_torch on HalfCheetah, Swimmer)" in text
     assert "above 0 in 0 of 2 cells. These cells have 3 seeds." in text

@@ -207,9 +207,9 @@ LIMITS = {
     "common/ lines": 888,
     "common/ tokens": 9278,
     "common/ files": 9,
-    "benchmark/ lines": 1991,
+    "benchmark/ lines": 1997,
     "exercises/ lines": 704,
-    "tests/ lines": 5706,
+    "tests/ lines": 5712,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
