@@ -131,8 +131,9 @@ def claim(directory, resume, overwrite):
     """
     if resume and overwrite:
         raise UsageError("--resume and --overwrite exclude each other")
-    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    made = []
     try:
+        made = [path for path in (directory, *directory.parents) if not path.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         lock = open(directory / ".lock", "w")  # noqa: SIM115 - held while we run
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,11 +142,10 @@ def claim(directory, resume, overwrite):
         raise UsageError(f"{directory} is in use by another process") from e
     except (OSError, ValueError) as e:
         # The disk may be full: leave nothing behind but what another run has made meanwhile.
-        with contextlib.suppress(OSError, ValueError):
-            if made:
-                (directory / ".lock").unlink(missing_ok=True)
-            for path in made:
-                path.rmdir()
+        removals = [(directory / ".lock").unlink, *(path.rmdir for path in made)]
+        for remove in removals if made else []:
+            with contextlib.suppress(OSError, ValueError):
+                remove()
         raise UsageError(f"cannot write to {directory}: {e}") from e
     if find(directory, RUN_FILES) and not (resume or overwrite):
         lock.close()

@@ -222,7 +222,7 @@ class EpochLogger:
     def _begin(self):
         if mpi.proc_id() == 0:
             files.write_json(self.output_dir / "config.json", self.config)
-            if self.table:
+            if self.table or self.table_path.exists():
                 files.write_atomically(self.table_path, lambda f: f.write(self.table.encode()))
             self._write_status("running")
         self.log(f"Logging to {self.output_dir}")
@@ -244,7 +244,8 @@ class EpochLogger:
         about, arrays = files.read_checkpoint(self.output_dir) if self.resume else (None, {})
         if about:
             self._go_back(about, arrays, state, buffer)
-        if self.resume and not 0 < self.epochs == self.epoch:  # a finished run stays as it is
+        finished = about and 0 < self.epochs == self.epoch == about["config"].get("epochs")
+        if self.resume and not finished:  # that one stays as it is
             self._begin()
         if not about:
             self._write_checkpoint(self._arrays(state), buffer)

@@ -82,6 +82,8 @@ def start(args, script):
     global _logger
     if args.num_cpu not in (1, "auto") and mpi.num_procs() == 1:
         raise UsageError(f"--num-cpu {args.num_cpu}: start Python with mpirun for more ranks")
+    if args.resume is True and args.datestamp:
+        raise UsageError("--datestamp makes a new directory: --resume DIR goes on with a run")
     if _logger:  # of a run in this process that ended with an exception
         _logger.release()
     exp_name = args.exp_name or re.sub(r"[^\w.-]", "_", f"{Path(script).stem}_{args.env_id}")

@@ -90,7 +90,7 @@ def difference(name, found, wanted):
     if not len(wrong):
         return None
     first = tuple(map(int, wrong[0]))
-    where = f"; first at {list(first)}: {a[first]:.4g}, should be {b[first]:.4g}"
+    where = f"; first at {list(first)}: {a[first]:.6g}, should be {b[first]:.6g}"
     return f"{name} is {show(a)}, should be {show(b)}" + where * (a.size > 6) + nearly(a, b)
 
 
@@ -135,8 +135,9 @@ def pytest_exception_interact(node, call):
 def said(error):
     """What an error says, in a line."""
     text = str(error).strip()
-    if type(error).__name__ == "Failed":  # a program's output; its last line says why
-        text = text.splitlines()[-1]
+    if type(error).__name__ == "Failed":  # a program's output; its last error says why
+        errors = re.findall(r"^(?:\S*Error|Fatal error).*", text, flags=re.M)
+        text = (errors or text.splitlines())[-1]
     elif not isinstance(error, AssertionError):
         text = f"{type(error).__name__}: {text}"
     elif rows := re.findall(r"^ *'?([A-Z]\w+)'? *\| *(\S+) *\| *(\S+)", text, flags=re.M):

@@ -184,8 +184,11 @@ def main(script="", *names):
         print("there is no mpirun: the probes of several ranks are left out")
         probes = {x: found for x, found in probes.items() if "ranks" not in found[0]}
     with tempfile.TemporaryDirectory() as folder:
-        for label, code in run_all(script, probes, Path(folder)):
-            if code:
+        ended, codes = run_all(script, probes, Path(folder)), {}
+        for label in probes:  # in their order, since each needs those before it
+            while label not in codes:
+                codes |= [next(ended)]
+            if code := codes[label]:
                 lines = Path(folder, f"{label}.txt").read_text().splitlines() or ["nothing"]
                 why = f"took {LIMIT} seconds" if code < 0 else f"ended with code {code}"
                 wrong = [(f"the run {why}", f"its last line, {lines[-1]}")]

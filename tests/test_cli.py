@@ -165,6 +165,8 @@ BAD_INPUT = [
     (["--env-id", "FrozenLake-v1", "--env-kwargs", '{"map_name": "9x9"}'], "KeyError: '9x9'"),
     (["--exp-name", "a/../../b"], "--exp-name must be a plain name"),
     (["--data-dir", "{tmp}/file"], "cannot write to"),
+    (["--exp-name", "x" * 300], "cannot write to"),
+    (["--resume", "--datestamp"], "--resume DIR goes on with a run"),
     (["--resume", "--overwrite"], "--resume and --overwrite exclude each other"),
 ]
 # Of processes: on several ranks, before and after MPI has started, and what no memory holds.

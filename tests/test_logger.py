@@ -259,6 +259,9 @@ def test_resume_drops_rows_without_checkpoint(tmp_path):
     one_epoch(logger, 1, [2.0])
     assert not logger.close() and read_status(logger.output_dir)["status"] == "interrupted"
     assert pd.read_csv(logger.table_path, sep="\t").Epoch.tolist() == [0, 1]
+    assert start(tmp_path, epochs=1, resume=True).close()  # now the checkpoint is its end
+    assert pd.read_csv(logger.table_path, sep="\t").Epoch.tolist() == [0]
+    assert read_json(logger.output_dir / "config.json")["epochs"] == 1
 
 
 @pytest.mark.parametrize("rows", [None, 0, 2])

@@ -238,7 +238,9 @@ for name in sys.argv[1:]:
 """
 
 
-@pytest.mark.parametrize("which", ["torch", "tf1", slow("vpg_torch"), slow("trpo_torch")])
+@pytest.mark.parametrize(
+    "which", ["torch", "tf1", slow("vpg_torch"), slow("ppo_torch"), slow("trpo_torch")]
+)
 def test_two_ranks(which, tmp_path):
     """Each with an environment and random numbers of its own; all statistics over both."""
     names = [name for name in SCRIPTS if name.endswith(which)]
