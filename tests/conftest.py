@@ -35,11 +35,19 @@ class NoTensorFlow:
     """In place of common.mpi_tf1 where TensorFlow is not installed: importing from it skips."""
 
     def __getattr__(self, name):
+        if name.startswith("__"):  # somebody who looks at all modules, as Hypothesis does
+            raise AttributeError(name)
         pytest.skip("needs TensorFlow", allow_module_level=True)
 
 
 if NO_TENSORFLOW:
     sys.modules["common.mpi_tf1"] = NoTensorFlow()
+
+
+def skip_without_tensorflow(program):
+    """Skip the test if `program`, a script's name or path, needs TensorFlow, which is missing."""
+    if NO_TENSORFLOW and "_tf1" in str(program):
+        pytest.skip("needs TensorFlow")
 
 
 # Workers of pytest-xdist share the cores out, so that what they start does not fight for them.
@@ -107,6 +115,7 @@ def mostly_slow(names, *quick):
 
 def load_script(name):
     """The module of a script in algos/, by file name without .py."""
+    skip_without_tensorflow(name)
     spec = importlib.util.spec_from_file_location(name, ROOT / "algos" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -116,8 +125,7 @@ def load_script(name):
 
 def command(program, *flags, ranks=1):
     """The command line of a script in algos/ (by name) or of any program (by path)."""
-    if NO_TENSORFLOW and "_tf1" in str(program):
-        pytest.skip("needs TensorFlow")
+    skip_without_tensorflow(program)
     path = ROOT / "algos" / f"{program}.py" if not str(program).endswith(".py") else program
     mpirun = [MPIRUN, "-np", str(ranks)] if ranks > 1 else []
     return [*mpirun, sys.executable, str(path), *map(str, flags)]

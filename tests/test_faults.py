@@ -43,7 +43,6 @@ from conftest import (
 
 import common.run
 from common import UsageError, logger
-from common.mpi_tf1 import tf
 
 
 def settings(script, **more):
@@ -294,6 +293,8 @@ def test_no_policy_of_nans_is_saved(tmp_path, script, kind, monkeypatch):
         state = torch.load(directory / "torch_save" / "model.pt", weights_only=True)
         model = {name: x.numpy() for name, x in state.items()}
     else:
+        from common.mpi_tf1 import tf
+
         reader = tf.train.load_checkpoint(str(directory / "tf1_save/variables/variables"))
         model = {name: reader.get_tensor(name) for name in saved}
     assert len(saved) > 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import OFF_POLICY, load_script, progress, run_dir
 
-from common import mpi, mpi_tf1
+from common import mpi
 
 
 @pytest.mark.parametrize("name", ["sac_torch", "sac_tf1"])
@@ -19,6 +19,8 @@ def test_loss_of_alpha_by_hand(name):
         gradient, through = torch.autograd.grad(loss, [x, logp], allow_unused=True)
         loss = loss.item()
     else:
+        from common import mpi_tf1
+
         sess, tf = mpi_tf1.setup(), mpi_tf1.tf
         x, logp = tf.constant(log_alpha), tf.constant(logp)
         loss = module.compute_loss_alpha(x, logp, -1)

@@ -12,7 +12,6 @@ from test_replay import arguments, assert_same_events
 
 from benchmark.reading import read_npz
 from common.mpi import make_rng
-from common.mpi_tf1 import tf
 
 
 @pytest.mark.parametrize("script", ON_POLICY)
@@ -200,6 +199,8 @@ for name, epochs, resume in (("whole", 4, False), ("parts", 2, False), ("parts",
 
 
 def test_tf1_scripts_do_without_keras_and_eager_code():
+    from common.mpi_tf1 import tf
+
     for path in (*(ROOT / "algos").glob("*_tf1.py"), ROOT / "common" / "mpi_tf1.py"):
         unwanted = r"keras|tf\.layers|tf\.function|import tensorflow as tf"
         assert not re.search(unwanted, path.read_text()), path.name

@@ -16,7 +16,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import pytest
-from conftest import NO_TENSORFLOW, ROOT, SCRIPTS, run, slow
+from conftest import ROOT, SCRIPTS, run, skip_without_tensorflow, slow
 
 sys.path.insert(0, str(ROOT / "exercises"))
 import exercise
@@ -29,8 +29,7 @@ PROBES = {probe["name"]: probe for probe in program.TABLE["probe"]}
 
 def judge(script, *names):
     """The names of the probes that are right and of those that are wrong, and what was printed."""
-    if NO_TENSORFLOW and "_tf1" in str(script):
-        pytest.skip("needs TensorFlow")
+    skip_without_tensorflow(script)
     result = run(ROOT / "exercises" / "probe.py", script, *names, check=False, timeout=1200)
     lines = re.findall("^(.{22}) (ok|WRONG)$", result.stdout, flags=re.M)
     right, wrong = ([name.strip() for name, how in lines if how == x] for x in ("ok", "WRONG"))
