@@ -2,7 +2,7 @@
 
 import pandas as pd
 import pytest
-from conftest import GRID, ROOT, SCRIPTS, run, run_dir, slow
+from conftest import GRID, ROOT, SCRIPTS, run, run_dir, skip_without_tensorflow, slow
 
 from benchmark import test_policy as tp
 
@@ -21,6 +21,7 @@ compile = false
 
 @pytest.mark.parametrize("scripts", [["ddpg_torch", "ppo_tf1"], slow(SCRIPTS)], ids=len)
 def test_a_sweep_runs_plots_and_can_be_watched(tmp_path, capsys, scripts):
+    skip_without_tensorflow(scripts)
     (tmp_path / "smoke.toml").write_text(SWEEP.format([f"algos/{s}.py" for s in scripts]))
     done = run(GRID, "smoke.toml", cwd=tmp_path, timeout=1200)
     assert f"smoke: {len(scripts)} runs, {len(scripts)} finished, in" in done.stdout

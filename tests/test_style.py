@@ -209,7 +209,7 @@ LIMITS = {
     "common/ files": 9,
     "benchmark/ lines": 1997,
     "exercises/ lines": 708,
-    "tests/ lines": 5728,
+    "tests/ lines": 5729,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
