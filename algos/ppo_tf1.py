@@ -321,11 +321,11 @@ def train(args):
     obs_ph = tf.placeholder(tf.float32, [None, obs_dim])
     act_ph = tf.placeholder(buf.act.dtype, [None, *buf.act.shape[1:]])
     adv_ph, ret_ph, logp_old_ph = (tf.placeholder(tf.float32, [None]) for _ in range(3))
-    logp, entropy = ac.pi(obs_ph, act_ph)
+    logp, entropy_op = ac.pi(obs_ph, act_ph)
     v_obs = ac.v(obs_ph)[:, 0]
     loss_pi_op, clip_frac_op = compute_loss_pi(logp, logp_old_ph, adv_ph, args.clip_ratio)
     loss_v_op, kl_op = compute_loss_v(v_obs, ret_ph), approx_kl(logp, logp_old_ph)
-    losses = loss_pi_op, loss_v_op, kl_op, tf.reduce_mean(entropy), clip_frac_op
+    losses = loss_pi_op, loss_v_op, kl_op, tf.reduce_mean(entropy_op), clip_frac_op
 
     # The KL is checked before the step is taken, and averaged, so that all ranks stop together.
     too_far = mpi_tf1.avg_tensor(kl_op) > 1.5 * args.target_kl

@@ -303,8 +303,8 @@ def train(args):
 
     # Target networks: move by a share of 1 - polyak towards the new ones.
     with tf.control_dependencies([train_alpha]):
-        moves = [(1 - args.polyak) * (p - t) for p, t in zip(q_vars, targ_vars, strict=True)]
-        train_targ = [tf.assign_add(t, move) for t, move in zip(targ_vars, moves, strict=True)]
+        both = zip(q_vars, targ_vars, strict=True)
+        train_targ = [tf.assign_add(p_targ, (1 - args.polyak) * (p - p_targ)) for p, p_targ in both]
     with tf.control_dependencies(train_targ):
         info = {"LossQ": loss_q, "LossPi": loss_pi, "Q1Vals": q1, "Q2Vals": q2, "LogPi": logp_pi}
         info = {key: tf.identity(value) for key, value in info.items()}
@@ -319,7 +319,7 @@ def train(args):
 
     sess.run(tf.global_variables_initializer())
     sess.run(mpi_tf1.sync_all_params())
-    sess.run([tf.assign(t, p) for p, t in zip(q_vars, targ_vars, strict=True)])
+    sess.run([tf.assign(p_targ, p) for p, p_targ in zip(q_vars, targ_vars, strict=True)])
 
     def update_block(steps, rng):
         """Take gradient steps. All batches are drawn at once, which is faster than one by one."""

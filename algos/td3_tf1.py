@@ -270,15 +270,15 @@ def train(args):
     train_q = q_optimizer.minimize(loss_q, q_vars)
     info = {"LossQ": loss_q, "Q1Vals": q1, "Q2Vals": q2}
 
-    # Policy: gradient ascent on the new Q function, which pi_optimizer leaves as it is.
+    # Policy: gradient ascent on the new Q_1, which pi_optimizer leaves as it is.
     with tf.control_dependencies([train_q]):
         loss_pi = compute_loss_pi(ac, obs_ph)
         train_pi = pi_optimizer.minimize(loss_pi, pi_vars)
 
     # Target networks: move by a share of 1 - polyak towards the new ones.
     with tf.control_dependencies([train_pi]):
-        moves = [(1 - args.polyak) * (p - t) for p, t in zip(ac_vars, targ_vars, strict=True)]
-        train_targ = [tf.assign_add(t, move) for t, move in zip(targ_vars, moves, strict=True)]
+        both = zip(ac_vars, targ_vars, strict=True)
+        train_targ = [tf.assign_add(p_targ, (1 - args.polyak) * (p - p_targ)) for p, p_targ in both]
     with tf.control_dependencies([train_q]):
         info_q = {key: tf.identity(value) for key, value in info.items()}
     with tf.control_dependencies(train_targ):
@@ -292,7 +292,7 @@ def train(args):
 
     sess.run(tf.global_variables_initializer())
     sess.run(mpi_tf1.sync_all_params())
-    sess.run([tf.assign(t, p) for p, t in zip(ac_vars, targ_vars, strict=True)])
+    sess.run([tf.assign(p_targ, p) for p, p_targ in zip(ac_vars, targ_vars, strict=True)])
 
     def update_block(steps, rng):
         """Take gradient steps. All batches are drawn at once, which is faster than one by one."""

@@ -278,7 +278,7 @@ def train(args):
         info = {"LossQ": loss_q, "Q1Vals": q1, "Q2Vals": q2}
 
         if update_pi:
-            # Policy: gradient ascent on the new Q function, which pi_optimizer leaves as it is.
+            # Policy: gradient ascent on the new Q_1, which pi_optimizer leaves as it is.
             loss_pi = compute_loss_pi(ac, obs)
             pi_optimizer.minimize(loss_pi)
             info["LossPi"] = loss_pi

@@ -384,13 +384,13 @@ def train(args):
     obs_ph = tf.placeholder(tf.float32, [None, obs_dim])
     act_ph = tf.placeholder(buf.act.dtype, [None, *buf.act.shape[1:]])
     adv_ph, ret_ph, logp_old_ph = (tf.placeholder(tf.float32, [None]) for _ in range(3))
-    logp, entropy = ac.pi(obs_ph, act_ph)
+    logp, entropy_op = ac.pi(obs_ph, act_ph)
     v_obs = ac.v(obs_ph)[:, 0]
     dist = ac.pi.dist(obs_ph)
     dist_old_ph = [tf.placeholder(tf.float32, x.shape) for x in dist]
     loss_pi_op, kl_op = compute_loss_pi(logp, logp_old_ph, adv_ph), ac.pi.kl(dist_old_ph, dist)
     loss_v_op = compute_loss_v(v_obs, ret_ph)
-    losses = loss_pi_op, loss_v_op, kl_op, tf.reduce_mean(entropy)
+    losses = loss_pi_op, loss_v_op, kl_op, tf.reduce_mean(entropy_op)
     params_op, params_ph = mpi_tf1.flat_concat(pi_vars), tf.placeholder(tf.float32, [None])
     set_params_op = mpi_tf1.assign_params_from_flat(params_ph, pi_vars)
     grad_op, x_ph = flat_grad(loss_pi_op, pi_vars), tf.placeholder(tf.float32, [None])

@@ -293,10 +293,10 @@ def train(args):
     obs_ph = tf.placeholder(tf.float32, [None, obs_dim])
     act_ph = tf.placeholder(buf.act.dtype, [None, *buf.act.shape[1:]])
     adv_ph, ret_ph, logp_old_ph = (tf.placeholder(tf.float32, [None]) for _ in range(3))
-    logp, entropy = ac.pi(obs_ph, act_ph)
+    logp, entropy_op = ac.pi(obs_ph, act_ph)
     v_obs = ac.v(obs_ph)[:, 0]
     loss_pi_op, loss_v_op = compute_loss_pi(logp, adv_ph), compute_loss_v(v_obs, ret_ph)
-    losses = loss_pi_op, loss_v_op, approx_kl(logp, logp_old_ph), tf.reduce_mean(entropy)
+    losses = loss_pi_op, loss_v_op, approx_kl(logp, logp_old_ph), tf.reduce_mean(entropy_op)
     train_pi = pi_optimizer.minimize(loss_pi_op, pi_vars)
     train_v = vf_optimizer.minimize(loss_v_op, v_vars)
     sess.run(tf.global_variables_initializer())

@@ -38,9 +38,9 @@ from common.args import PosInt, parse_args
 
 REFERENCE = Path(__file__).parent / "reference" / "spinning_up_2020_curves.csv"
 ALGORITHMS = ("vpg", "trpo", "ppo", "ddpg", "td3", "sac")
-# Okabe and Ito's palette without its pale yellow: colour-blind readers can tell its colours apart.
+# Okabe and Ito's palette without its pale yellow: color-blind readers can tell its colors apart.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-GREYS = ("#555555", "#999999", "#222222")
+GRAYS = ("#555555", "#999999", "#222222")
 LARGEST = 1e100  # values beyond this cannot be drawn
 AXIS_LABELS = {"TotalEnvInteracts": "environment steps", "Performance": "average return"}
 AXIS_LABELS |= {"AverageEpRet": "average return", "AverageTestEpRet": "average test return"}
@@ -206,7 +206,7 @@ def get_all_datasets(all_logdirs, legend=(), select=(), exclude=()):
 
 
 def smooth_values(values, width):
-    """The mean of each value and its neighbours, `width` in all, fewer at both ends."""
+    """The mean of each value and its neighbors, `width` in all, fewer at both ends."""
     return pd.Series(values).rolling(width, center=True, min_periods=1).mean()
 
 
@@ -382,8 +382,8 @@ def step_label(x, _=None):
 def draw_references(ax, curves, colors):
     """Dashed published curves of a panel's algorithms, as far as ours go.
 
-    A published curve that is there for one of ours has its colour; for several, a grey. Its band is
-    grey, so that it is not taken for ours.
+    A published curve that is there for one of ours has its color; for several, a gray. Its band is
+    gray, so that it is not taken for ours.
     """
     end, found = max(curve.iloc[-1, 0] for curve in curves), {}
     for curve in curves:
@@ -399,11 +399,11 @@ def draw_references(ax, curves, colors):
         x, *band = points
         inside = np.append(x[x < end], end)
         mean, std = (np.interp(inside, x, y) for y in band)
-        grey = GREYS[i % len(GREYS)]
-        color = colors[labels[0]] if len(labels) == 1 else grey
+        gray = GRAYS[i % len(GRAYS)]
+        color = colors[labels[0]] if len(labels) == 1 else gray
         label = f"published {algo.upper()} ({published})"
         ax.plot(inside, mean, ls=(0, (4, 2)), lw=1.3, color=color, zorder=1.5, label=label)
-        ax.fill_between(inside, mean - std, mean + std, color=grey, alpha=0.15, zorder=1.5, lw=0)
+        ax.fill_between(inside, mean - std, mean + std, color=gray, alpha=0.15, zorder=1.5, lw=0)
 
 
 def draw_figure(panels, xaxis, reference=False):

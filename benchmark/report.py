@@ -18,7 +18,7 @@ algorithm and task. A file there also has what the table of that folder says of 
 
 A table goes between two lines of a page, `<!-- results: NAME -->` and `<!-- results: end -->`; NAME
 is a key of `tables` in `make`. Returns are smoothed as the published curves are: each seed by
-itself, over 11 epochs of 4000 steps, centred.
+itself, over 11 epochs of 4000 steps, centered.
 """
 
 import contextlib

@@ -23,7 +23,7 @@ MAX_THREADS = 4  # more threads than this do not speed up networks of this size
 
 @functools.cache
 def _mpi():
-    """The module mpi4py.MPI, initialised by its import, or None where it is not installed.
+    """The module mpi4py.MPI, initialized by its import, or None where it is not installed.
 
     Raises:
         RuntimeError: mpirun started several processes, and mpi4py does not see them: every one

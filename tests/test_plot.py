@@ -119,7 +119,7 @@ def test_a_copy_of_a_run_is_named(tmp_path, capsys):
 # ------------------------------------------------------------------------------------- aggregating
 
 
-def test_smoothing_is_the_mean_of_a_centred_window():
+def test_smoothing_is_the_mean_of_a_centered_window():
     values = np.array([1.0, 2.0, 6.0, 4.0, 7.0])
     np.testing.assert_allclose(plot.smooth_values(values, 3), [1.5, 3.0, 4.0, 17 / 3, 5.5])
     np.testing.assert_allclose(plot.smooth_values(values, 99), np.full(5, 4.0))
@@ -296,7 +296,7 @@ def test_a_published_curve_beyond_a_short_run_is_not_named(tmp_path, capsys):
 
 
 def test_a_published_curve_beside_several_and_a_long_title(tmp_path):
-    """It has the colour of none of them; the title is whole, in lines that fit."""
+    """It has the color of none of them; the title is whole, in lines that fit."""
     env = "a_package_with_a_long_name.environments:TheHopperOfALongSeriesOfExperiments/Hopper-v4"
     for name in ("wide", "deep"):
         write_run(tmp_path, name, 0, range(40), env)
