@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # to find common
-from common.files import write_json
+from common.files import RUN_FILES, find, write_json
 from common.mpi import abort, broadcast, num_procs, proc_id
 
 
@@ -36,7 +36,7 @@ def main(directory):
         with open(record / "function.pkl", "rb") as f:
             sys.path[:] = pickle.load(f)  # modules are found where grid.py finds them
             function, kwargs = pickle.load(f)
-        if "logger_kwargs" in kwargs and Path(directory, "config.json").exists():
+        if "logger_kwargs" in kwargs and find(directory, RUN_FILES):
             kwargs["logger_kwargs"]["overwrite"] = True  # a function cannot resume: it starts anew
         # A function that returns False was stopped before its end.
         status = "interrupted" if function(**kwargs) is False else "finished"

@@ -74,7 +74,8 @@ def checked(Args, params):
     except ValidationError as e:
         wrong = {}  # of a value that may be one of several types, there are several errors
         for error in e.errors():
-            wrong.setdefault(flag(str(error["loc"][0])), {})[error["msg"]] = None
+            where = flag(str(error["loc"][0])) if error["loc"] else "arguments"
+            wrong.setdefault(where, {})[error["msg"]] = None
         lines = (f"{name}: {' or '.join(why)}" for name, why in wrong.items())
         raise UsageError("; ".join(lines)) from e
 
@@ -193,8 +194,7 @@ class Function:
         if "env_name" in params and self.takes_env_fn:
             check_env(params["env_name"])
         given = {p.name: p.default for p in self.parameters if p.default is not p.empty} | params
-        # An object's address is another one in every process.
-        return json.loads(re.sub(r" at 0x\w+", "", json.dumps(convert_json(given))))
+        return convert_json(given)
 
     def command(self, own, params, directory, stamp):
         """(words, call): words after `python` that start a run, and the pickles of call.py.

@@ -19,7 +19,7 @@ import psutil
 from tqdm import tqdm
 
 from benchmark.reading import printable, read_json, read_status
-from common.files import write_atomically, write_json
+from common.files import RUN_FILES, find, write_atomically, write_json
 
 POLL = 0.05  # seconds between looks at the processes
 PLOT = Path(__file__).with_name("plot.py")
@@ -67,7 +67,7 @@ def status(run):
     try:
         config = read_json(run.record / "config.json")
     except OSError:
-        if run.call and (run.directory / "config.json").exists():
+        if run.call and find(run.directory, RUN_FILES):
             return "another run", "it is not one of a function"
         return "interrupted", ""
     except ValueError as e:
@@ -257,7 +257,9 @@ def progress_words(run):
     with contextlib.suppress(OSError, ValueError, IndexError, TypeError, csv.Error):
         with open(run.directory / "progress.txt", encoding="utf-8", errors="replace") as f:
             rows = list(csv.DictReader(f, delimiter="\t"))
-        value = float(rows[-1].get("AverageTestEpRet", rows[-1].get("AverageEpRet")))
+        keys = "AverageTestEpRet", "AverageEpRet"
+        values = [float(rows[-1][key]) for key in keys if key in rows[-1]]
+        value = next((x for x in values if x == x), values[-1])
         ret = f"return {value:.1f}" if value == value else "no return: no episode ended"
     count = f"epoch {len(rows)}/{run.epochs or '?'}"
     return count, tqdm.format_interval(time.monotonic() - run.began), ret

@@ -140,7 +140,8 @@ def get_datasets(logdir, condition=None, select=(), exclude=(), units=None):
         name = condition or config.get("exp_name") or os.path.basename(os.path.abspath(run))
         name = printable(name, 200)
         units[name] = units.get(name, -1) + 1
-        performance = "AverageTestEpRet" if "AverageTestEpRet" in frame else "AverageEpRet"
+        tested = "AverageTestEpRet" in frame and bool(frame["AverageTestEpRet"].notna().any())
+        performance = "AverageTestEpRet" if tested else "AverageEpRet"
         if performance in frame:
             frame["Performance"] = frame[performance]
         frame["Unit"] = units[name]
@@ -150,7 +151,7 @@ def get_datasets(logdir, condition=None, select=(), exclude=(), units=None):
         algo, framework = (algo, framework) if algo in ALGORITHMS else ("", "")
         frame.attrs = {"run_dir": run, "config": config, "algo": algo, "framework": framework}
         env = config.get("env_id") or config.get("env_name") or ""
-        frame.attrs["env"] = printable(env, 200)
+        frame.attrs |= {"env": printable(env, 200), "tested": tested}
         datasets.append(frame)
     return datasets
 
@@ -358,7 +359,7 @@ def collect_curves(datasets, xaxis, value, count=False, smooth=1, est="mean"):
         std = table.std(axis=1, ddof=0) if est == "mean" else 0
         curve = pd.DataFrame({est: center, "low": center - std, "high": center + std})
         curve = curve.assign(n=table.count(axis=1)).rename_axis(xaxis).reset_index()
-        tested = value == "Performance" and all("AverageTestEpRet" in run for run in runs)
+        tested = value == "Performance" and all(run.attrs["tested"] for run in runs)
         label = short[env, condition]
         if alike[env, label] > 1:  # the environment, or more than the seed, tells two apart
             label = curve_label(condition, "")
@@ -495,6 +496,8 @@ def make_plots(all_logdirs, **options):
         if args.out:
             figure.savefig(args.out, dpi=200)
         if args.show:
+            if plt.get_backend().lower() == "agg":
+                warn("no window: there is no display; --out FILE writes the picture")
             plt.show()
     plt.close(figure)
     return figure

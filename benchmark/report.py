@@ -172,10 +172,14 @@ def collect(logdirs, results=RESULTS):
             if row["steps"] < steps.get(row["run"], 0):
                 plot.warn(f"left out {frame.attrs['run_dir']}: there is a longer run of its kind")
                 continue
+            points = thin(table, -(-len(table) // MAX_ROWS))
+            if points.empty:
+                plot.warn(f"left out {frame.attrs['run_dir']}: {plot.NO_EPISODE}")
+                continue
             steps[row["run"]] = row["steps"]
             noiseless = np.mean(without_noise(Path(frame.attrs["run_dir"]), row["seed"]))
             runs[row["run"]] = {**row, "without_noise": noiseless}
-            curves[row["run"]] = thin(table, -(-len(table) // MAX_ROWS)).assign(run=row["run"])
+            curves[row["run"]] = points.assign(run=row["run"])
         else:
             plot.warn(f"left out {frame.attrs['run_dir']}: not a run of one of the twelve scripts")
     if not runs:

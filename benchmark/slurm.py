@@ -48,7 +48,11 @@ def job_script(runs, name, table, folder):
         f"exec {shlex.join(run.command)} >>{shlex.quote(str(run.log))} 2>&1 </dev/null"
         for run in runs
     ]
-    options = [f"#SBATCH --{key.replace('_', '-')}={value}" for key, value in table.items()]
+    options = []
+    for key, value in table.items():  # true is an option without a value, false none
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        setting = "" if value is True else f"={shlex.quote(text)}"
+        options += [f"#SBATCH --{key.replace('_', '-')}{setting}"] * (value is not False)
     return JOB.format(
         name=name,
         count=len(runs),

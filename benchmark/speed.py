@@ -158,13 +158,15 @@ def write_table(args, cpu):
     What was measured before, here or on another CPU, stays: it is in a CSV file beside the page.
     """
     numbers = Path(args.out).with_suffix(".csv")
-    table = pd.read_csv(numbers)
+    table = pd.read_csv(numbers) if numbers.exists() else pd.DataFrame(columns=["speed.py", "cpu"])
     for line in args.scripts or sorted(set(table["speed.py"])):
         print(line, flush=True)
         try:
             asked = parse_args(Args, line.split())
             row = measure(replace(asked, peer_python=args.peer_python))
-        except (UsageError, SystemExit) as e:
+        except SystemExit:  # parse_args has said why
+            continue
+        except UsageError as e:
             print(e, file=sys.stderr)
             continue
         table = pd.concat([pd.DataFrame([{"speed.py": line, "cpu": cpu, **row}]), table])
@@ -182,7 +184,7 @@ def main():
             write_table(args, cpu)
         else:
             print(*(f"{key}: {x}" for key, x in shown(measure(args)).items()), sep="\n")
-    except UsageError as e:
+    except (UsageError, OSError) as e:
         print(f"speed.py: error: {e}", file=sys.stderr)
         sys.exit(2)
 

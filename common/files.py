@@ -8,6 +8,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import subprocess
@@ -37,11 +38,13 @@ def convert_json(obj):
 
     Numbers, strings, None, lists and dicts stay (keys become strings); NumPy scalars and arrays
     become numbers and lists; NaN and infinities become None, since JSON has neither; dataclasses
-    become dicts, functions and classes their names, and any other object its string.
+    become dicts, functions and classes their names, and any other object its string, less its
+    address in memory.
     """
 
     def plain(x):
-        return x.tolist() if hasattr(x, "tolist") else getattr(x, "__name__", None) or str(x)
+        text = re.sub(r" at 0x\w+", "", str(x))  # its address is another one in each process
+        return x.tolist() if hasattr(x, "tolist") else getattr(x, "__name__", text)
 
     return json.loads(to_json(obj, fallback=plain, inf_nan_mode="null", bytes_mode="hex"))
 

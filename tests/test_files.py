@@ -69,6 +69,7 @@ def test_convert_json():
         (math.sqrt, "sqrt"),
         (Config, "Config"),
         (1j, "1j"),
+        (object(), "<object object>"),
         (Path("a") / "b", "a/b"),
         ({1: 2, 0.5: 3, None: {4}}, {"1": 2, "0.5": 3, "None": [4]}),
     ]

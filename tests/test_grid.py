@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import FAKE, GRID, ROOT, contents, processes, read_status, run, wait_for
+from pydantic.dataclasses import dataclass
 
 from benchmark import flags, grid, launch
 from common import UsageError, mpi
@@ -151,6 +152,17 @@ def test_flags_are_read_without_importing_the_scripts():
 
 
 # ------------------------------------------------------------------------------------------ checks
+
+
+def test_a_check_of_several_arguments_is_told():
+    @dataclass
+    class Args:
+        def __post_init__(self):
+            raise ValueError("they do not go together")
+
+    with pytest.raises(UsageError, match="arguments: Value error, they do not go together"):
+        flags.checked(Args, {})
+
 
 # fmt: off
 BAD = {  # a word of the message: what is wrong, at the top of a sweep
@@ -524,8 +536,10 @@ def test_functions_by_name(module, main, tmp_path):
     wait_for(lambda: (tmp_path / "data/stop/stop_s3/seen").exists())
     process.send_signal(signal.SIGTERM)
     assert "1 interrupted" in process.communicate(timeout=30)[0]
-    module.write_text(text.replace("time.sleep(wait)", ""))
-    assert main(*words)[0] == 0
+    module.write_text(text.replace("time.sleep(wait)", "").replace("logger.save_config", "print"))
+    config = tmp_path / "data/stop/stop_s3/config.json"
+    config.unlink()  # not every function calls save_config
+    assert main(*words)[0] == 0 and not config.exists()
     shutil.rmtree(tmp_path / "data/stop/stop_s3/call")  # now it could be a script's
     assert "1 another run" in main(*words)[1] and (tmp_path / "data/stop/stop_s3/seen").exists()
 

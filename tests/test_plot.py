@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 from conftest import ROOT, run
 
-from benchmark import intervals, plot
+from benchmark import intervals, launch, plot
 
 STEPS = "TotalEnvInteracts"
 
@@ -48,6 +48,13 @@ def test_datasets_have_spinning_ups_columns(tmp_path):
     assert (b["Performance"].tolist(), c["Performance"].tolist()) == ([3, 4], [5])
     assert [c.attrs[k] for k in ("algo", "framework", "env")] == ["sac", "tf1", "Hopper-v4"]
     assert plot.get_datasets(str(tmp_path), "named")[2]["Condition1"][0] == "named"
+    # Without test episodes, the return is that of training.
+    path = write_run(tmp_path / "b", "td3", 0, [5], column="AverageEpRet\tAverageTestEpRet")
+    table = (path / "progress.txt").read_text().replace("\t5\t", "\t5\tnan\t")
+    (path / "progress.txt").write_text(table)
+    (curve,) = plot.make_plots([str(tmp_path / "b")]).axes
+    assert curve.lines[0].get_ydata().tolist() == [5] and "test" not in curve.get_ylabel().lower()
+    assert launch.progress_words(launch.Run(path, [], {}))[2] == "return 5.0"
 
 
 def test_broken_runs_are_named_and_left_out(tmp_path, capsys, planted):

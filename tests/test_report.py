@@ -74,6 +74,7 @@ def test_collect_takes_runs_in_and_replaces_them(tmp_path):
         report.collect([str(tmp_path / "nothing")], results)
     write_run(tmp_path / "mine", 0, [1], script="ppo_mine.py")
     write_run(tmp_path / "mine", 0, [1])  # of four epochs above
+    write_run(tmp_path / "mine", 5, [np.nan])  # no episode ended
     with pytest.raises(ValueError, match="no run to collect"):
         report.collect([str(tmp_path / "mine")], results)
 

@@ -44,6 +44,7 @@ def queued(name):
 
 def test_job_script(tmp_path):
     slurm = 'partition = "gpu"\ntime = "1-00:00:00"\ncpus_per_task = 2\nsignal = "B:USR1@300"'
+    slurm += '\nexclusive = true\nhold = false\nmail_type = ["END", "FAIL"]\ncomment = "two words"'
     name = write_sweep(tmp_path, "seed = [0, 1, 2]", slurm, num_cpu=4)
     done = submit(tmp_path, "--dry-run")
     assert done.returncode == 0, done.stderr
@@ -51,8 +52,10 @@ def test_job_script(tmp_path):
     for expected in [
         *("#!/bin/bash", f"#SBATCH --job-name={name}", "#SBATCH --array=1-3", "#SBATCH --ntasks=4"),
         *("#SBATCH --partition=gpu", "#SBATCH --time=1-00:00:00", "#SBATCH --cpus-per-task=2"),
+        *("#SBATCH --exclusive", "#SBATCH --mail-type=END,FAIL", "#SBATCH --comment='two words'"),
     ]:
         assert expected in lines
+    assert "hold" not in done.stdout
     signals = [line for line in lines if "--signal" in line]  # sbatch takes the last
     assert signals == ["#SBATCH --signal=B:USR1@120", "#SBATCH --signal=B:USR1@300"]
     assert sum(bool(re.match(r"'exec .*mpirun.* -np 4", line)) for line in lines) == 3

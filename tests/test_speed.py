@@ -88,6 +88,13 @@ def test_every_flag_reaches_what_is_measured(tmp_path, monkeypatch, capsys):
         assert f"first: {first}\nsecond: {second}\nratio: {first / second:.2f}\n" in said, line
         assert len(runs) == count
     assert {command[0] for command in runs} == {sys.executable, "other"}
+    # The rows of a new page; a wrong one is said once.
+    page = str(tmp_path / "new.md")
+    argv = ["speed.py", "table", "pair", "ranks ppo_torch", "--out", page]
+    monkeypatch.setattr(sys, "argv", argv)
+    speed.main()
+    assert "| ranks ppo_torch | 560 | 280 |" in Path(page).read_text()
+    assert capsys.readouterr().err == "pair takes two scripts, and ranks, sb3 and sbx take one\n"
 
 
 def test_what_is_committed_is_what_the_command_makes():
@@ -95,6 +102,8 @@ def test_what_is_committed_is_what_the_command_makes():
 
 
 def test_a_peer_that_cannot_be_imported_is_one_line(tmp_path):
+    no_python = run(SPEED, "sb3", "ppo_torch", *TINY, "--peer-python", "/no/python", check=False)
+    assert no_python.returncode == 2 and "Traceback" not in no_python.stderr
     (tmp_path / "sbx.py").write_text("raise ValueError('wants tf_keras')")
     env = {"PYTHONPATH": str(tmp_path)}
     result = run(SPEED, "sbx", "ppo_torch", *TINY, check=False, env=env)
