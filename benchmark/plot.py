@@ -394,7 +394,7 @@ def draw_references(ax, curves, colors):
     for i, ((algo, published), (points, labels)) in enumerate(found.items()):
         if not points or end <= points[0][0]:
             late = f" before {points[0][0]:.0f} steps" if points else ""
-            name = f"{algo or 'an unknown algorithm'} on {env or '?'}"
+            name = f"{algo or 'an algorithm that no file name tells'} on {env or '?'}"
             warn(f"there is no published curve of {name}{late}")
             continue
         x, *band = points

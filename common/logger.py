@@ -363,9 +363,11 @@ class EpochLogger:
             self._write_status(status, error)
         self.release()
         if not error:
-            then = "to watch it, benchmark/test_policy.py" if finished else "to go on, --resume"
-            text = f"{status.capitalize()} after {self.epoch} epochs: {self.output_dir} ({then})"
-            self.log(text)
+            then = " (to go on, --resume)"
+            if finished:
+                has_policy = (self.output_dir / "policy.npz").exists()
+                then = " (to watch it, benchmark/test_policy.py)" if has_policy else ""
+            self.log(f"{status.capitalize()} after {self.epoch} epochs: {self.output_dir}{then}")
         return finished
 
     def release(self):

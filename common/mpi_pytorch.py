@@ -171,6 +171,8 @@ def to_array(tensor):
 def layers(net):
     """Weights and biases of an nn.Sequential of linear layers: [(W [in, out], b [out]), ...]."""
     linear = [layer for layer in net if hasattr(layer, "weight")]
+    if any(layer.weight.dim() != 2 for layer in linear):  # acting by a part of the network is worse
+        raise TypeError("export_policy and get_action know linear layers alone: change them, too")
     return [(to_array(layer.weight.T), to_array(layer.bias)) for layer in linear]
 
 

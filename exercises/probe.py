@@ -44,7 +44,9 @@ def probes_for(text, names=()):
         names: beginnings of the labels that are wanted; all if empty.
     """
     arguments = set(re.findall(r"^    (\w+): ", text, flags=re.M))
-    family, found = "on" if "lam" in arguments else "off", {}
+    family, found = "off" if "polyak" in arguments else "on", {}
+    if not arguments & {"lam", "polyak"}:  # of neither family
+        return found
     for probe in TABLE["probe"]:
         needs, own = probe.get("needs", {}), probe.get("flags", {}).get(family, {})
         fits = probe.get("for", family) == family and probe.get("has", "") in text
@@ -179,7 +181,15 @@ def main(script="", *names):
     if not script.is_file():
         print(f"probe.py: {script} is no file", file=sys.stderr)
         return 2
-    probes, failed = probes_for(script.read_text(), names), 0
+    probes, failed = probes_for(text := script.read_text(), names), 0
+    try:
+        compile(text, script, "exec")
+    except SyntaxError as e:
+        print(f"probe.py: line {e.lineno} is no Python: {e.msg}", file=sys.stderr)
+        return 2
+    if not probes:
+        print(f"probe.py: no probe fits {script}: see PROBES.md", file=sys.stderr)
+        return 2
     if not MPIRUN:
         print("there is no mpirun: the probes of several ranks are left out")
         probes = {x: found for x, found in probes.items() if "ranks" not in found[0]}
@@ -189,7 +199,8 @@ def main(script="", *names):
             while label not in codes:
                 codes |= [next(ended)]
             if code := codes[label]:
-                lines = Path(folder, f"{label}.txt").read_text().splitlines() or ["nothing"]
+                lines = Path(folder, f"{label}.txt").read_text().splitlines()
+                lines = [x for x in lines if x and not x.startswith("Abort(")] or ["nothing"]
                 why = f"took {LIMIT} seconds" if code < 0 else f"ended with code {code}"
                 wrong = [(f"the run {why}", f"its last line, {lines[-1]}")]
             else:

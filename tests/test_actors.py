@@ -34,6 +34,13 @@ def actor(module, space):
     return pi, {"weights": weights, "activation": "relu", "act_noise": 0.3}, call
 
 
+def test_layers_that_numpy_does_not_know_are_refused():
+    from common.mpi_pytorch import layers
+
+    with pytest.raises(TypeError, match="get_action"):
+        layers(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)))
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_numpy_acts_as_the_framework(script):
     """`get_action` in NumPy gives the action of the framework's networks for the same noise."""

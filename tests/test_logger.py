@@ -100,6 +100,8 @@ def test_files_of_a_run(tmp_path, capsys):
     out = capsys.readouterr().out
     assert re.search(r"^\| +AverageEpRet \| +2 \|$", out, re.MULTILINE)
     assert f"Finished after 2 epochs: {logger.output_dir} (to watch it, " in out.splitlines()[-1]
+    assert EpochLogger(tmp_path / "no_policy").close()
+    assert "watch" not in capsys.readouterr().out
 
 
 def test_tensorboard_reads_the_events(tmp_path):

@@ -117,6 +117,14 @@ def test_files_that_cannot_be_probed(tmp_path):
     (tmp_path / "common" / "args.py").write_text("raise RuntimeError('of its own')")
     _, wrong, said = judge(script, "OneStep")
     assert wrong == ["OneStep"] and "RuntimeError: of its own" in said
+    shutil.copy(ROOT / "common" / "args.py", tmp_path / "common")
+    text = (ROOT / "algos" / "ppo_torch.py").read_text()
+    script.write_text(text.replace("    device = ", "    raise ValueError('mine')\n    device = "))
+    assert "ValueError: mine" in judge(script, "OneStep")[2]
+    for wrong in ("def (", "print(1)", text.replace("    lam:", "    gae_lambda:")):
+        script.write_text(wrong)
+        result = run(ROOT / "exercises" / "probe.py", script, check=False)
+        assert result.returncode == 2 and re.search("line 1 is no|no probe fits", result.stderr)
     result = run(ROOT / "exercises" / "exercise.py", "probe", tmp_path / "nothing.py", check=False)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
 
