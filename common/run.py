@@ -152,6 +152,7 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
     if fits and isinstance(space, spaces.Box):
         limits = np.float64([space.low, space.high])
         fits = space.dtype.kind == "f" and (not bounded or (np.abs(limits) < 1e30).all())
+    fits = fits and spaces.flatdim(env.observation_space) > 0
     if not fits:
         names = " or ".join(kind.__name__ for kind in action_spaces)
         actions = f"{names} actions of real numbers{', with bounds' if bounded else ''}"
@@ -169,7 +170,7 @@ class RepeatableEnv(gym.Wrapper):
     def reset(self, seed=None, **kwargs):
         if seed is not None:
             random.seed(seed)
-            np.random.seed(seed)  # noqa: NPY002
+            np.random.seed(seed % 2**32)  # noqa: NPY002
             with contextlib.suppress(AttributeError):  # spaces that only a wrapper has
                 self.env.unwrapped.action_space.seed(seed)
                 self.env.unwrapped.observation_space.seed(seed)

@@ -230,7 +230,8 @@ def show_list():
             print(f"\n{algorithm.upper()}")
         print(f"  {state(name):8}{name:22} {exercise['minutes']:2} min  {exercise['about']}")
     name = following()
-    print(f"\nNext: python {sys.argv[0]} start {name}" if name else "\nAll done.")
+    step = "check" if name and state(name) else "start"
+    print(f"\nNext: python {sys.argv[0]} {step} {name}" if name else "\nAll done.")
 
 
 def start(exercise):
@@ -325,7 +326,8 @@ def main(argv=None):
         if args.command == "list":
             return show_list()
         if not args.name:
-            raise UsageError(f"{args.command} needs a name, such as {following() or 'gae'}")
+            such = "algos/ppo_torch.py" if args.command == "probe" else following() or "gae"
+            raise UsageError(f"{args.command} needs a name, such as {such}")
         if args.command == "probe":  # in a program of its own, which has loaded no common/
             sys.exit(subprocess.call([sys.executable, ROOT / "exercises" / "probe.py", args.name]))
         if args.name not in (known := everything()):

@@ -129,7 +129,10 @@ def run_here(words, ranks, output):
         runpy.run_path(words[0], run_name="__main__")
         os._exit(0)
     except SystemExit as e:
-        os._exit(e.code or 0)
+        if isinstance(e.code, str):  # sys.exit("why")
+            print(e.code, file=sys.stderr)
+        sys.stdout.flush()
+        os._exit(e.code if isinstance(e.code, int) else int(e.code is not None))
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -188,7 +191,7 @@ def main(script="", *names):
         print(f"probe.py: line {e.lineno} is no Python: {e.msg}", file=sys.stderr)
         return 2
     if not probes:
-        print(f"probe.py: no probe fits {script}: see PROBES.md", file=sys.stderr)
+        print(f"probe.py: no probe fits {' '.join([script.name, *names])}", file=sys.stderr)
         return 2
     if not MPIRUN:
         print("there is no mpirun: the probes of several ranks are left out")

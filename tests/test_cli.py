@@ -345,6 +345,7 @@ run.main(train, Args)
 
 def test_all_that_an_environment_draws_from_is_seeded():
     env = make_env("CartPole-v1", {}, (spaces.Box, spaces.Discrete))
+    env.reset(seed=2**40)  # np.random has 32 bits of it
     inner = env.unwrapped
 
     def draw(**seed):
@@ -440,6 +441,11 @@ def test_observations_are_flattened(odd_spaces, name, space, size):
     space.seed(3)
     np.testing.assert_array_equal(seen, spaces.flatten(space, space.sample()))
     assert seen.shape == env.observation_space.shape == env.step(np.zeros(2))[0].shape == (size,)
+
+
+def test_observations_of_no_numbers_are_refused(odd_spaces):
+    with pytest.raises(UsageError, match="supported: observations that"):
+        make_env("Any-v0", {"observation_space": spaces.Box(-1, 1, (0,))}, (spaces.Box,))
 
 
 @pytest.mark.parametrize(

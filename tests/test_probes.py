@@ -121,6 +121,9 @@ def test_files_that_cannot_be_probed(tmp_path):
     text = (ROOT / "algos" / "ppo_torch.py").read_text()
     script.write_text(text.replace("    device = ", "    raise ValueError('mine')\n    device = "))
     assert "ValueError: mine" in judge(script, "OneStep")[2]
+    exits = "import sys\nimport torch\nclass Args:\n    lam: float  # Box\nsys.exit('mine: no')\n"
+    script.write_text(exits)
+    assert "code 1\n    look at its last line, mine: no" in judge(script, "OneStep")[2]
     for wrong in ("def (", "print(1)", text.replace("    lam:", "    gae_lambda:")):
         script.write_text(wrong)
         result = run(ROOT / "exercises" / "probe.py", script, check=False)

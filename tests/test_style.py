@@ -204,12 +204,12 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 897,
-    "common/ tokens": 9382,
+    "common/ lines": 898,
+    "common/ tokens": 9400,
     "common/ files": 9,
     "benchmark/ lines": 2013,
-    "exercises/ lines": 719,
-    "tests/ lines": 5772,
+    "exercises/ lines": 724,
+    "tests/ lines": 5779,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
