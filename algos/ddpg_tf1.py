@@ -258,7 +258,7 @@ def train(args):
         loss_pi = compute_loss_pi(ac, obs_ph)
         train_pi = pi_optimizer.minimize(loss_pi, pi_vars)
 
-    # Target networks: move by a share of 1 - polyak towards the new ones.
+    # Target networks: move by a share of 1 - polyak toward the new ones.
     with tf.control_dependencies([train_pi]):
         both = zip(ac_vars, targ_vars, strict=True)
         train_targ = [tf.assign_add(p_targ, (1 - args.polyak) * (p - p_targ)) for p, p_targ in both]

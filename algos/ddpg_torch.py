@@ -249,7 +249,7 @@ def train(args):
         loss_pi = compute_loss_pi(ac, obs)
         pi_optimizer.minimize(loss_pi)
 
-        # Target networks: move by a share of 1 - polyak towards the new ones.
+        # Target networks: move by a share of 1 - polyak toward the new ones.
         with torch.no_grad():
             for p, p_targ in zip(ac.parameters(), ac_targ.parameters(), strict=True):
                 p_targ.lerp_(p, 1 - args.polyak)

@@ -294,14 +294,14 @@ def train(args):
         loss_pi, logp_pi = compute_loss_pi(ac, obs_ph, noise_ph[1], alpha)
         train_pi = pi_optimizer.minimize(loss_pi, pi_vars)
 
-    # Alpha: towards the target entropy.
+    # Alpha: toward the target entropy.
     train_alpha = train_pi
     if auto_alpha:
         with tf.control_dependencies([train_pi]):  # all ranks must send their messages in one order
             loss_alpha = compute_loss_alpha(log_alpha, logp_pi, -act_dim)
             train_alpha = alpha_optimizer.minimize(loss_alpha, [log_alpha])
 
-    # Target networks: move by a share of 1 - polyak towards the new ones.
+    # Target networks: move by a share of 1 - polyak toward the new ones.
     with tf.control_dependencies([train_alpha]):
         both = zip(q_vars, targ_vars, strict=True)
         train_targ = [tf.assign_add(p_targ, (1 - args.polyak) * (p - p_targ)) for p, p_targ in both]

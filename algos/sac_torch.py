@@ -300,12 +300,12 @@ def train(args):
         loss_pi, logp_pi = compute_loss_pi(ac, obs, noise[1], alpha)
         pi_optimizer.minimize(loss_pi)
 
-        # Alpha: towards the target entropy.
+        # Alpha: toward the target entropy.
         if auto_alpha:
             loss_alpha = compute_loss_alpha(log_alpha, logp_pi, -act_dim)
             alpha_optimizer.minimize(loss_alpha)
 
-        # Target networks: move by a share of 1 - polyak towards the new ones.
+        # Target networks: move by a share of 1 - polyak toward the new ones.
         with torch.no_grad():
             for p, p_targ in zip(ac.q.parameters(), ac_targ.q.parameters(), strict=True):
                 p_targ.lerp_(p, 1 - args.polyak)

@@ -68,7 +68,7 @@ MARKS = (100_000, 300_000, 500_000, 1_000_000)  # steps at which returns are com
 # on, or that have a column of their own.
 PLAIN = {"on-policy": {"hidden_sizes": [64, 32]}, "off-policy": {}}
 OWN = [*flags.RESERVED, "save_freq", "snapshots", "seed", "env_id"]
-# Colours that are legible on white and on GitHub's dark background.
+# Colors that are legible on white and on GitHub's dark background.
 COLORS = {"PyTorch": "#e8590c", "TensorFlow 1": "#1c7ed6", "published": "#868e96"}
 COLORS |= {"normalized": "#ae3ec9", "strong": "#2f9e44", "strong for Swimmer": "#e64980"}
 INK = "#7a7f87"
