@@ -13,9 +13,10 @@ is positive, or below 1 - eps where A is negative:
 The steps end early if the KL divergence grows too large: Spinning Up's addition to the paper.
 
 The advantage A is estimated by generalized advantage estimation, GAE (Schulman et al. 2016,
-arXiv:1506.02438, eq. 16), and V regresses on the discounted rewards to go:
+arXiv:1506.02438, eq. 16), and V regresses on R, the discounted rewards to go:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
+                                                   R_t = r_t + gamma R_t+1
 
 Diff me against vpg_torch.py: the ratio, its clip, and many policy steps instead of one.
 Diff me against ppo_tf1.py: the same algorithm as a TensorFlow 1 graph.

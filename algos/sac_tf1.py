@@ -64,7 +64,7 @@ class Args:
     replay_size: PosInt = 1_000_000  # transitions in the replay buffers of all ranks together
     batch_size: PosInt = 100  # transitions per gradient step, all ranks together
     start_steps: NonNegInt = 10_000  # first steps, all ranks together: actions uniformly random
-    update_after: PosInt = 1000  # steps before the first update, all ranks together
+    update_after: NonNegInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
     num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, all ranks together
     polyak: Unit = 0.995  # share of the target networks that an update of them keeps

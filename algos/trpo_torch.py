@@ -14,9 +14,10 @@ itself. A line search makes up for the approximations. damping_coeff times the i
 H, so that flat directions give no huge steps.
 
 The advantage A is estimated by generalized advantage estimation, GAE (Schulman et al. 2016,
-arXiv:1506.02438, eq. 16), and V regresses on the discounted rewards to go:
+arXiv:1506.02438, eq. 16), and V regresses on R, the discounted rewards to go:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
+                                                   R_t = r_t + gamma R_t+1
 
 Diff me against vpg_torch.py: a step measured in KL instead of one measured in parameters.
 Diff me against trpo_tf1.py: the same algorithm as a TensorFlow 1 graph.

@@ -9,9 +9,10 @@ actions that turned out better than expected more likely; the advantage A says h
     grad J(pi) = E[ grad log pi(a|s) A ]
 
 The advantage A is estimated by generalized advantage estimation, GAE (Schulman et al. 2016,
-arXiv:1506.02438, eq. 16), and V regresses on the discounted rewards to go:
+arXiv:1506.02438, eq. 16), and V regresses on R, the discounted rewards to go:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
+                                                   R_t = r_t + gamma R_t+1
 
 Diff me against ppo_torch.py and trpo_torch.py: what it takes to go further with one batch.
 Diff me against vpg_tf1.py: the same algorithm as a TensorFlow 1 graph.

@@ -26,9 +26,9 @@ def tune_torch():
     # Adam's moments of dead units decay below 1e-38, where CPUs are slow. TensorFlow does the same.
     torch.set_flush_denormal(True)
     mkl = switch_mkl(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
-    # MKL looks for a function's code in its first call. Threads that make it at the same time can
-    # get code of low accuracy, for once (pytorch issue 188792): in one run of some hundreds, with
-    # errors of 1e-4. So one thread makes it.
+    # MKL chooses a function's code in its first call. If several threads make it at once, one can
+    # get code of low accuracy (pytorch issue 188792): in one of some hundred runs, with errors of
+    # 1e-4. So a single thread makes it.
     for name in OF_MKL:
         getattr(torch, name)(torch.ones(1))
     # glibc is to keep up to 32 MB of freed memory, not 128 kB: activations need it again soon.

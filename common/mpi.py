@@ -135,15 +135,15 @@ def statistics(x, with_min_and_max=False):
     return mean, std, reduce(x.min(initial=np.inf), "MIN"), reduce(x.max(initial=-np.inf), "MAX")
 
 
-def share(name, total, epoch=math.inf):
+def share(name, total, limit=math.inf):
     """This rank's share of a total over all ranks, an int.
 
     Raises:
         UsageError: the ranks do not divide it, since a remainder would be lost silently; or it is
-            more than `epoch`, the steps of an epoch.
+            more than `limit`, the steps of an epoch.
     """
-    if total > epoch:
-        raise UsageError(f"{name} {total} is above --steps-per-epoch, {epoch}")
+    if total > limit:
+        raise UsageError(f"{name} {total} is above --steps-per-epoch, {limit}")
     if total % num_procs():
         raise UsageError(f"{name} {total} is not a multiple of the {num_procs()} ranks")
     return total // num_procs()

@@ -211,8 +211,9 @@ class NormalizedEnv(gym.Wrapper):
     """Normalizes observations, and collects the statistics that rewards are normalized by.
 
     Observations become (o - mean) / std, by the statistics of all epochs before this one: a policy
-    acts on the same scale for a whole epoch. The statistics are over all ranks, and are part of
-    checkpoints and, those of observations, of policy.npz.
+    acts on the same scale for a whole epoch. They are clipped to [-10, 10], which is all that is
+    done in the first epoch. The statistics are over all ranks, and are part of checkpoints and,
+    those of observations, of policy.npz.
     """
 
     def __init__(self, env, norm_obs, norm_rew, gamma):

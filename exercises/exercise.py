@@ -247,7 +247,7 @@ def start(exercise):
         if "sweep" in exercise:
             sweep.write_text(exercise["sweep"], "utf-8")
             print(f"Then train on two cores for {exercise['training']} min, in the project's root:")
-            print(f"    python benchmark/grid.py {shown(sweep)}")
+            print(f"    python benchmark/grid.py my_exercises/{sweep.name}")
         return
     text = unsolved(exercise)
     path.write_text(text, "utf-8")

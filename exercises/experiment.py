@@ -119,8 +119,8 @@ def judge(experiment, text, path):
         states = [(run.directory.name, *launch.status(run)) for run in runs]
         left = [f"\n  {name} {why}".rstrip() for name, state, why in states if state != "finished"]
         if left:
-            todo = f"{len(left)} of {len(runs)} runs are not finished"
-            return False, f"{todo}: python benchmark/grid.py {path}{''.join(left)}"
+            todo = f"{len(left)} of {len(runs)} runs are not finished; in the project's root:"
+            return False, f"{todo} python benchmark/grid.py my_exercises/{path.name}{''.join(left)}"
         table, groups = by_setting(experiment, runs)
         said.insert(0, table)
         found = lowest(groups) if "choices" in experiment else groups[experiment["at"]].mean()

@@ -33,6 +33,7 @@ TABLE = tomllib.loads((HERE / "probes.toml").read_text())
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
 MPIRUN = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
 LIMIT = 60  # seconds of a core that a run may take
+TOO_SLOW = signal.SIGKILL, signal.SIGXCPU  # what ends it after these
 VALUES = ("VVals", "QVals", "Q1Vals", "Q2Vals")
 
 
@@ -44,9 +45,9 @@ def probes_for(text, names=()):
         names: beginnings of the labels that are wanted; all if empty.
     """
     arguments = set(re.findall(r"^    (\w+): ", text, flags=re.M))
-    family, found = "off" if "polyak" in arguments else "on", {}
+    family, fitting = "off" if "polyak" in arguments else "on", {}
     if not arguments & {"lam", "polyak"}:  # of neither family
-        return found
+        return fitting
     for probe in TABLE["probe"]:
         needs, own = probe.get("needs", {}), probe.get("flags", {}).get(family, {})
         fits = probe.get("for", family) == family and probe.get("has", "") in text
@@ -61,8 +62,8 @@ def probes_for(text, names=()):
             flags |= {"env_id": f"probes:{probe.get('env', probe['name'])}-v0"}
             flags |= {"env_kwargs": json.dumps(kwargs)}
             words = [word for key in flags.keys() & arguments for word in to_words(key, flags[key])]
-            found[label] = {"family": family, **probe}, words
-    return found
+            fitting[label] = {"family": family, **probe}, words
+    return fitting
 
 
 def to_words(name, x):
@@ -85,7 +86,7 @@ def run_all(script, probes, folder):
     Yields:
         (label, exit code), in the order in which the runs end; each has left `folder`/label.
     """
-    preload(script.read_text())
+    preload(script.read_text("utf-8"))
     running, waiting = {}, list(probes.items())
     try:
         while waiting or running:
@@ -181,34 +182,32 @@ def wrong_answers(probe, directory, discrete):
 def main(script="", *names):
     """Probe a script, print a line for each probe; returns the exit code."""
     script = Path(script).resolve()
-    if not script.is_file():
-        print(f"probe.py: {script} is no file", file=sys.stderr)
-        return 2
-    probes, failed = probes_for(text := script.read_text(), names), 0
     try:
-        compile(text, script, "exec")
-    except SyntaxError as e:
-        print(f"probe.py: line {e.lineno} is no Python: {e.msg}", file=sys.stderr)
+        compile(script.read_bytes(), script, "exec")
+    except (OSError, SyntaxError, ValueError) as e:
+        print(f"probe.py: {script.name} cannot be run: {e}", file=sys.stderr)
         return 2
+    probes, failed = probes_for(script.read_text("utf-8"), names), 0
     if not probes:
         print(f"probe.py: no probe fits {' '.join([script.name, *names])}", file=sys.stderr)
         return 2
     if not MPIRUN:
         print("there is no mpirun: the probes of several ranks are left out")
-        probes = {x: found for x, found in probes.items() if "ranks" not in found[0]}
+        probes = {label: x for label, x in probes.items() if "ranks" not in x[0]}
     with tempfile.TemporaryDirectory() as folder:
         ended, codes = run_all(script, probes, Path(folder)), {}
         for label in probes:  # in their order, since each needs those before it
             while label not in codes:
                 codes |= [next(ended)]
-            if code := codes[label]:
+            code, table = codes[label], next(Path(folder, label).glob("*/progress.txt"), None)
+            if code or not table:
                 lines = Path(folder, f"{label}.txt").read_text().splitlines()
                 lines = [x for x in lines if x and not x.startswith("Abort(")] or ["nothing"]
-                why = f"took {LIMIT} seconds" if code < 0 else f"ended with code {code}"
+                why = f"ended with code {code}" + ", without a progress.txt" * (not code)
+                why = f"took {LIMIT} seconds" if -code in TOO_SLOW else why
                 wrong = [(f"the run {why}", f"its last line, {lines[-1]}")]
             else:
-                directory = next(Path(folder, label).iterdir())
-                wrong = wrong_answers(probes[label][0], directory, "Discrete" in label)
+                wrong = wrong_answers(probes[label][0], table.parent, "Discrete" in label)
             failed += bool(wrong)
             print(f"{label:22} {'WRONG' if wrong else 'ok'}", flush=True)
             for what, look in wrong:

@@ -111,23 +111,23 @@ def test_a_bug_is_found_and_explained(tmp_path):
     assert re.search(r"MaxVVals is 1\.\d+, should be 2", said)
 
 
-def test_files_that_cannot_be_probed(tmp_path):
+def test_files_that_cannot_be_probed(tmp_path, capsys):
     """A run that fails shows its last line; the common/ is that beside the script."""
     script = plant(BUGS[0], tmp_path)
     (tmp_path / "common" / "args.py").write_text("raise RuntimeError('of its own')")
-    _, wrong, said = judge(script, "OneStep")
-    assert wrong == ["OneStep"] and "RuntimeError: of its own" in said
+    assert "RuntimeError: of its own" in judge(script, "OneStep")[2]
     shutil.copy(ROOT / "common" / "args.py", tmp_path / "common")
     text = (ROOT / "algos" / "ppo_torch.py").read_text()
     script.write_text(text.replace("    device = ", "    raise ValueError('mine')\n    device = "))
     assert "ValueError: mine" in judge(script, "OneStep")[2]
-    exits = "import sys\nimport torch\nclass Args:\n    lam: float  # Box\nsys.exit('mine: no')\n"
-    script.write_text(exits)
-    assert "code 1\n    look at its last line, mine: no" in judge(script, "OneStep")[2]
-    for wrong in ("def (", "print(1)", text.replace("    lam:", "    gae_lambda:")):
-        script.write_text(wrong)
-        result = run(ROOT / "exercises" / "probe.py", script, check=False)
-        assert result.returncode == 2 and re.search("line 1 is no|no probe fits", result.stderr)
+    ends = {"": "code 0, without a progress.txt", "import os; os.abort()": "code -6"}
+    for end, seen in (ends | {"raise SystemExit('mine: no')": "last line, mine: no"}).items():
+        script.write_text(f"import torch\nclass Args:\n    lam: float  # Box\n{end}")
+        assert seen in judge(script, "OneStep")[2]
+    for wrong in ("def (", "print(1)", text.replace("    lam:", "    gae_lambda:"), "\udce9"):
+        script.write_text(wrong, errors="surrogateescape")
+        assert program.main(script) == 2
+        assert re.search("cannot be run|no probe fits", capsys.readouterr().err)
     result = run(ROOT / "exercises" / "exercise.py", "probe", tmp_path / "nothing.py", check=False)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
 
