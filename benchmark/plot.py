@@ -294,9 +294,9 @@ def compare(datasets, logdirs, xaxis, value, smooth=1):
 
 
 LEGEND = """\
-All intervals are of 95 %. IQM is the mean of the middle half of the runs, P(A > B) how likely a run
-of A does better than one of B. In the row of all, returns are shares of the mean of B. An interval
-in brackets holds the truth in about 75 % of cases with three seeds, in 90 % with five."""
+All intervals are of 95 %; those in brackets hold the truth in about 75 % of cases with three seeds,
+in 90 % with five. IQM is the mean of the middle half of the runs (of three or fewer, of all),
+P(A > B) how likely a run of A beats one of B. In the row of all, returns are shares of B's mean."""
 
 
 def differences(xs, ys):
@@ -435,8 +435,8 @@ def draw_figure(panels, xaxis, reference=False):
             continue
         for curve in curves:
             x, center, low, high, _ = curve.to_numpy().T
-            label, marker = curve.attrs["label"], "o" if len(x) == 1 else None
-            ax.plot(x, center, color=colors[label], lw=1.8, marker=marker, ms=4, label=label)
+            label, fmt = curve.attrs["label"], "o" if len(x) == 1 else "-"
+            ax.plot(x, center, fmt, color=colors[label], lw=1.8, label=label, clip_on=fmt == "-")
             ax.fill_between(x, low, high, color=colors[label], alpha=0.18, lw=0)
         if reference:
             draw_references(ax, curves, colors)
@@ -475,7 +475,7 @@ def make_plots(all_logdirs, **options):
     import matplotlib
     import matplotlib.pyplot as plt
 
-    args = Args(tuple(all_logdirs), **options)
+    args = Args(tuple(re.sub("/+", "/", str(x)) for x in all_logdirs), **options)
     datasets = get_all_datasets(args.logdir, args.legend, args.select, args.exclude)
     panels = {}
     for value in args.value:

@@ -167,7 +167,7 @@ def collect(logdirs, results=RESULTS):
     runs, curves, path = {}, {}, results / "runs.csv"
     steps = pd.read_csv(path, index_col="run")["steps"].to_dict() if path.exists() else {}
     for frame in plot.get_all_datasets(logdirs):
-        if frame.attrs["framework"] in FRAMEWORKS:
+        if frame.attrs["framework"] in FRAMEWORKS and "Time" in frame:
             row, table = read_run(frame)
             if row["steps"] < steps.get(row["run"], 0):
                 plot.warn(f"left out {frame.attrs['run_dir']}: there is a longer run of its kind")

@@ -12,9 +12,9 @@ The same from Python:
     o, _ = env.reset(seed=0)
     o, r, terminated, truncated, _ = env.step(get_action(o))
 
-A run is its directory, with policy.npz and those that `--snapshots` kept, or one such file. The
-environment is made as config.json says, or as the file does, which has what is needed of it. NumPy
-is enough to act, so neither torch nor tensorflow is imported. The arrays of a policy:
+A run is its directory, with policy.npz and those that `--snapshots` kept, or a file of
+benchmark/policies. The environment is made as config.json says, or as the file does. NumPy is
+enough to act, so neither torch nor tensorflow is imported. The arrays of a policy:
 
     weight_0 [in, out], bias_0 [out], weight_1, ...   the layers, float32: x @ W + b
     obs_mean, obs_std [in]  with --norm-obs: the input is clip((o - obs_mean) / obs_std, -10, 10)

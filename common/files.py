@@ -22,9 +22,9 @@ from pydantic_core import to_json
 from common import UsageError, cpu, mpi
 
 CHECKPOINT, PREVIOUS = "checkpoint.npz", "checkpoint_previous.npz"
-SAVED = ["policy*.npz", "torch_save", "tf1_save", "checkpoint*"]
+SAVED = ["progress.txt", "policy*.npz", "torch_save", "tf1_save", "checkpoint*"]
 # What a run leaves in its directory; --overwrite deletes these and nothing else.
-RUN_FILES = ["config.json", "progress.txt", "status.json", "events.out.tfevents.*", *SAVED]
+RUN_FILES = ["config.json", "status.json", "events.out.tfevents.*", *SAVED]
 # What may change in config.json when a run is resumed: it does not affect the numbers, or, as
 # versions do, by rounding alone.
 FREE_TO_CHANGE = {"epochs", "save_freq", "snapshots", "data_dir", "resume", "overwrite"}
@@ -97,8 +97,8 @@ def read_checkpoint(directory):
     paths = [path for name in (CHECKPOINT, PREVIOUS) if (path := directory / name).exists()]
     if not paths:
         if find(directory, SAVED):
-            text = f"{directory} holds a run without {CHECKPOINT}, as older versions left them"
-            raise UsageError(f"{text}: it cannot be resumed, --overwrite replaces it")
+            text = f"{directory} holds a run without {CHECKPOINT}: it cannot be resumed"
+            raise UsageError(f"{text}, --overwrite replaces it")
         return None, {}
     try:
         with np.load(paths[0], allow_pickle=False) as file:

@@ -208,12 +208,12 @@ KILLED = [("ppo_torch", 2), slow("ppo_torch", 1), slow("ppo_tf1", 1), slow("sac_
 @pytest.mark.parametrize("script, ranks", KILLED)
 def test_killed_at_random_until_finished(tmp_path, script, ranks):
     """kill -9 at random moments until the run gets through; every attempt goes forward."""
-    words = flags(script, data_dir=tmp_path, epochs=40, steps_per_epoch=200)
+    words = flags(script, data_dir=tmp_path, epochs=24, steps_per_epoch=100)
     run(script, *words, "--exp-name", "whole", ranks=ranks)
     rng, kills, directory = random.Random(1), 0, run_dir(tmp_path, "killed")
     while True:
         process = start(script, *words, "--exp-name", "killed", "--resume", ranks=ranks)
-        goal = saved_epoch(directory) + rng.randint(2, 8)
+        goal = saved_epoch(directory) + rng.randint(2, 6)
         while process.poll() is None and saved_epoch(directory) < goal:
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.1))

@@ -206,14 +206,15 @@ def test_the_last_two_are_kept(tmp_path):
         names = ["checkpoint.npz", "checkpoint_previous.npz"][3 - left :]
         assert sorted(path.name for path in tmp_path.glob("check*")) == names
         (tmp_path / names[0]).unlink()
-    with pytest.raises(UsageError, match=r"without checkpoint\.npz, .*--overwrite replaces it"):
+    with pytest.raises(UsageError, match=r"without checkpoint\.npz: .*--overwrite replaces it"):
         resumed(tmp_path)
 
 
-def test_a_checkpoint_of_an_older_version(tmp_path):
-    (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint" / "epoch_000010_rank_0.npz").touch()
-    with pytest.raises(UsageError, match="as older versions left them: it cannot be resumed"):
+@pytest.mark.parametrize("name", ["checkpoint", "progress.txt"])
+def test_a_checkpoint_of_an_older_version(tmp_path, name):
+    """Or of another program, which keeps only a table: it is not written over."""
+    (tmp_path / name).touch()
+    with pytest.raises(UsageError, match="it cannot be resumed"):
         resumed(tmp_path)
 
 

@@ -183,9 +183,9 @@ def test_two_directories_are_compared(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     def rows(*flags):
-        plot.main(["mine", "mine_base", "--compare", *flags])
+        plot.main(["mine", f"{tmp_path}//mine_base", "--compare", *flags])
         said, _, printed = capsys.readouterr().out.partition("P(A > B)\n")
-        assert said.startswith("A: mine\nB: mine_base\n")
+        assert said.startswith(f"A: mine\nB: {tmp_path}/mine_base\n")
         return {line.split()[0]: line for line in printed.partition("\n\n")[0].splitlines()}
 
     def wanted(x, y, digits):
