@@ -138,10 +138,11 @@ TD3_TF1 = [
     (0, "rollout", "full_disk"),
     (0, "rollout", "sigusr1"),
 ]
-CAREERS = [("sac_torch", 2, SAC_TORCH), slow("trpo_tf1", 2, TRPO_TF1), slow("td3_tf1", 1, TD3_TF1)]
+CAREERS = [("sac_torch", 2, SAC_TORCH[:4]), slow("sac_torch", 2, SAC_TORCH[4:])]
+CAREERS += [slow("trpo_tf1", 2, TRPO_TF1), slow("td3_tf1", 1, TD3_TF1)]
 
 
-@pytest.mark.parametrize("script, ranks, career", CAREERS, ids=["sac_torch", "trpo_tf1", "td3_tf1"])
+@pytest.mark.parametrize("script, ranks, career", CAREERS)
 def test_one_fault_after_another(tmp_path, script, ranks, career):
     """Whatever befalls the run: all ranks are gone within 10 seconds, the exit code is not 0, the
     line names the rank, the status tells; every attempt goes forward; a damaged checkpoint is
@@ -202,7 +203,7 @@ def test_a_fault_in_the_first_save(tmp_path, rank, where, how):
     assert_same_run(run_dir(tmp_path, "whole"), directory)
 
 
-KILLED = [("ppo_torch", 2), slow("ppo_torch", 1), slow("ppo_tf1", 1), slow("sac_torch", 2)]
+KILLED = [("ppo_torch", 1), slow("ppo_torch", 2), slow("ppo_tf1", 1), slow("sac_torch", 2)]
 
 
 @pytest.mark.parametrize("script, ranks", KILLED)
@@ -422,7 +423,7 @@ def test_resumed_for_longer_or_refused(tmp_path, script, monkeypatch):
         ("", None, {"gamma": 0.5}, "gamma was 0.99, is 0.5"),
         ("", None, {"env_kwargs": {"at": 3}}, r"env_kwargs was {}, is {'at': 3}"),
         ("", None, {"epochs": 1}, "2 epochs are done, --epochs is 1"),
-        ("checkpoint*", Path.unlink, {}, r"a run without checkpoint\.npz, as older"),
+        ("checkpoint*", Path.unlink, {}, r"a run without checkpoint\.npz: it cannot"),
         ("checkpoint*", truncate, {}, r"checkpoint\.npz is damaged .* goes on from"),
     ):
         shutil.copytree(directory, aside)
