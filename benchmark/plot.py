@@ -475,7 +475,7 @@ def make_plots(all_logdirs, **options):
     import matplotlib
     import matplotlib.pyplot as plt
 
-    args = Args(tuple(re.sub("/+", "/", str(x)) for x in all_logdirs), **options)
+    args = Args(tuple(re.sub("/+", "/", str(x)) for x in all_logdirs), **options)  # as glob
     datasets = get_all_datasets(args.logdir, args.legend, args.select, args.exclude)
     panels = {}
     for value in args.value:
