@@ -1,8 +1,8 @@
 """What a sweep runs, a script or a function: the arguments that it takes, and how it is started.
 
-A script is not imported, which would load torch or tensorflow. Its class `Args` is
-executed, its imports from the standard library, pydantic and common.args, and nothing else; it
-checks the arguments of a run.
+A script is not imported, since that would load torch or tensorflow. Only its class `Args`, which
+checks the arguments of a run, is executed, and its imports from the standard library, pydantic and
+common.args.
 """
 
 import ast
@@ -72,7 +72,7 @@ def checked(Args, params):
     try:
         return Args(**params)
     except ValidationError as e:
-        wrong = {}  # of a value that may be one of several types, there are several errors
+        wrong = {}  # a value that may have one of several types gives several errors
         for error in e.errors():
             where = flag(str(error["loc"][0])) if error["loc"] else "arguments"
             wrong.setdefault(where, {})[error["msg"]] = None
@@ -135,7 +135,7 @@ class Script:
         for name in params:
             if name in RESERVED:
                 raise UsageError(f"{name} is no argument of a run: the sweep itself sets it")
-        to_words(self.hints, params)  # refuses what no words can say
+        to_words(self.hints, params)  # refuses what a command line cannot express
         args = checked(self.Args, {name: word(value) for name, value in params.items()})
         if "env_id" in params or "env_kwargs" in params:
             check_env(args.env_id, json.dumps(getattr(args, "env_kwargs", {}), default=plain))

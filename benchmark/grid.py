@@ -35,7 +35,7 @@ With several scripts, each gets the arguments that it has. Run again, a sweep sk
 and resumes what was interrupted; failed runs are tried again with --retry-failed. A directory that
 holds a run with other arguments is left as it is: give the sweep another name. More epochs make a
 run longer, if it still has its checkpoints. Ctrl-C stops all runs at the end of their epochs, a
-second one at once. Functions are started anew where scripts resume.
+second one at once. Scripts are resumed, functions start anew.
 
 From Python, `ExperimentGrid` and `call_experiment` are Spinning Up's.
 """
@@ -89,12 +89,12 @@ class Options:
     slurm: bool = False  # submit the runs as a Slurm job array
 
     def __post_init__(self):
-        self.data_dir = os.path.expanduser(self.data_dir)  # no shell has seen that of a file
+        self.data_dir = os.path.expanduser(self.data_dir)  # a shell expands only the command line's
 
 
 HINTS = get_type_hints(Options)
 
-# ------------------------------------------------------------------------------------------- grids
+# Grids --------------------------------------------------------------------------------------------
 
 
 def valid_str(v):
@@ -224,7 +224,7 @@ def call_experiment(exp_name, thunk, seed=0, num_cpu=1, data_dir=None, datestamp
     return grid.run(thunk, num_cpu, data_dir, datestamp)
 
 
-# ------------------------------------------------------------------------------------------ sweeps
+# Sweeps -------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -259,7 +259,7 @@ def plan(sweep):
     stamp = time.strftime("%Y-%m-%d_%H-%M-%S") if sweep.options.datestamp else ""
     runs = []
     for thunk in thunks:
-        # Of several scripts, the script is the first thing that varies.
+        # With several scripts, the script is the first thing that varies.
         own = ExperimentGrid(grid.name + f"_{sh}{valid_str(thunk.name)}" * (len(thunks) > 1))
         own.rows = [row for row in rows if thunk.takes(row[0])]
         for variant in own.variants():
@@ -294,7 +294,7 @@ def make_run(options, thunk, exp_name, params, stamp):
     if mpirun is None and ranks > 1:
         raise UsageError(f"num_cpu = {ranks} needs mpirun, and there is none on PATH")
     command = [*([mpirun, "-np", str(ranks)] if mpirun else []), sys.executable, *words]
-    # As the script's logger has it: with --anneal-lr, numbers depend on the epochs, too.
+    # Like the script's logger: with --anneal-lr, numbers depend on the epochs, too.
     free = thunk.free - ({"epochs"} if settings.get("anneal_lr") else set())
     fixed = {name: value for name, value in settings.items() if name not in free}
     fixed |= {"script": thunk.label, "ranks": ranks}
@@ -328,7 +328,7 @@ def run_sweep(sweep):
     return 0
 
 
-# ------------------------------------------------------------------- sweep files and command lines
+# Sweep files and command lines --------------------------------------------------------------------
 
 
 def read_sweep(path, words=()):

@@ -28,7 +28,7 @@ REFRESH = 0.5  # seconds between updates of the bar
 # writes a warning to stderr if this one is killed.
 tqdm.set_lock(threading.RLock())
 
-# ------------------------------------------------------------------------------------ runs on disk
+# Runs on disk -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(eq=False)
@@ -39,7 +39,7 @@ class Run:
     command: list  # the words that start it
     fixed: dict  # what its numbers depend on, as its config.json records it
     epochs: int | None = None
-    call: bytes | None = None  # of a function: the pickles that call.py reads
+    call: bytes | None = None  # for a function: the pickles that call.py reads
     stamp: str = ""  # date and time in the directory's name
     outcome: str = "not started"
     detail: str = ""
@@ -106,7 +106,7 @@ def settle(run, retry_failed):
     return left
 
 
-# --------------------------------------------------------------------------------------- processes
+# Processes ----------------------------------------------------------------------------------------
 
 
 def core_shares(workers):
@@ -124,7 +124,7 @@ def core_shares(workers):
 
 
 def prepare(run):
-    """Make a run's directory and, of a function, the files that call.py reads."""
+    """Make a run's directory and, for a function, the files that call.py reads."""
     run.record.mkdir(parents=True, exist_ok=True)
     if run.call:
         write_json(run.record / "config.json", run.fixed)
@@ -238,7 +238,7 @@ def ended(run, code, stopping):
     return "failed", f"{how}{': ' + detail if detail else ''}"
 
 
-# ------------------------------------------------------------------------------------------ output
+# Output -------------------------------------------------------------------------------------------
 
 
 def say(text):

@@ -78,7 +78,7 @@ def warn(message):
     print(f"plot.py: {printable(message, 1000)}", file=sys.stderr)
 
 
-# ---------------------------------------------------------------------------------------- reading
+# Reading ------------------------------------------------------------------------------------------
 
 
 def read_progress(path):
@@ -203,7 +203,7 @@ def get_all_datasets(all_logdirs, legend=(), select=(), exclude=()):
     return list(datasets.values())
 
 
-# ------------------------------------------------------------------------------------ aggregating
+# Aggregating --------------------------------------------------------------------------------------
 
 
 def smooth_values(values, width):
@@ -246,7 +246,7 @@ def reference_curve(algo, framework, env_id):
     return framework, *table[["steps", "mean", "std"]].to_numpy(float).T
 
 
-# -------------------------------------------------------------------------------------- comparing
+# Comparing ----------------------------------------------------------------------------------------
 
 
 def compare(datasets, logdirs, xaxis, value, smooth=1):
@@ -314,7 +314,7 @@ def differences(xs, ys):
     return texts
 
 
-# --------------------------------------------------------------------------------------- plotting
+# Plotting -----------------------------------------------------------------------------------------
 
 
 def curve_label(condition, env):
@@ -394,7 +394,7 @@ def draw_references(ax, curves, colors):
     for i, ((algo, published), (points, labels)) in enumerate(found.items()):
         if not points or end <= points[0][0]:
             late = f" before {points[0][0]:.0f} steps" if points else ""
-            name = f"{algo or 'an algorithm that no file name tells'} on {env or '?'}"
+            name = f"{algo or 'an unknown algorithm'} on {env or '?'}"
             warn(f"there is no published curve of {name}{late}")
             continue
         x, *band = points
@@ -410,7 +410,7 @@ def draw_references(ax, curves, colors):
 def draw_figure(panels, xaxis, reference=False):
     """A figure with one panel for each list of curves in `panels`, {(environment, value): list}.
 
-    Of several environments and several values, each value has a row.
+    With several environments and several values, each value has a row.
     """
     import matplotlib
     import matplotlib.pyplot as plt

@@ -84,7 +84,7 @@ class Args:
     publish: tuple[str, ...] = ()  # directories of runs whose policies to publish
 
 
-# ------------------------------------------------------------------------------------- collecting
+# Collecting ---------------------------------------------------------------------------------------
 
 
 def arguments(config, usual, *others):
@@ -216,7 +216,7 @@ def publish(logdirs, folder=POLICIES):
         print(f"{run}: {name}, {about['mean']:.0f} ± {about['deviation']:.0f}", flush=True)
 
 
-# -------------------------------------------------------------------------------------- run again
+# Run again ----------------------------------------------------------------------------------------
 
 
 def verify(words, setting, epochs, results):
@@ -286,7 +286,7 @@ def compare(row, frame, results):
     return bool(others or (len(same) and same.all()))
 
 
-# ----------------------------------------------------------------------------------------- numbers
+# Numbers ------------------------------------------------------------------------------------------
 
 
 class Results:
@@ -400,7 +400,7 @@ def reference(script, task, mark):
         return mean, std * np.sqrt(10 / 9), 10
 
 
-# ------------------------------------------------------------------------------------------ tables
+# Tables -------------------------------------------------------------------------------------------
 
 
 def markdown(header, rows):
@@ -553,7 +553,7 @@ def cost(results):
     return markdown([*table], table.to_numpy())
 
 
-# ----------------------------------------------------------------------------------------- figures
+# Figures ------------------------------------------------------------------------------------------
 
 
 def draw_band(ax, x, mean, std, color, label, **style):
@@ -629,7 +629,7 @@ def forest(results):
     return panels(draw, (2, 3), 1.7, "our difference, in published standard deviations")
 
 
-# ------------------------------------------------------------------------------------------- pages
+# Pages --------------------------------------------------------------------------------------------
 
 
 def fill(text, tables):

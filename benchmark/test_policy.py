@@ -71,7 +71,7 @@ class Args:
     video: str | None = None  # write a video of every episode to this directory
 
 
-# ------------------------------------------------------------------------------------------ policy
+# Policy -------------------------------------------------------------------------------------------
 
 
 def read_policy(path):
@@ -178,7 +178,7 @@ def load_policy(run, itr="last", deterministic=False, seed=0):
     return lambda o: act(policy, o, rng, deterministic)
 
 
-# ------------------------------------------------------------------------------------- environment
+# Environment --------------------------------------------------------------------------------------
 
 
 def read_config(run):

@@ -1,4 +1,4 @@
-"""Command-line flags from a dataclass: tyro reads them, and pydantic checks what they are set to.
+"""Command-line flags from a dataclass: tyro reads them, and pydantic checks their values.
 
     from pydantic.dataclasses import dataclass
 
@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # a link in each message helps nobody
+os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # no link in every message
 
 import tyro
 from pydantic import AfterValidator, Field
@@ -49,7 +49,7 @@ def parse_args(Args, argv=None):
 
     Args:
         Args: a dataclass of pydantic's; the comment behind a field is its help text.
-        argv: the words; those the program was called with, if None.
+        argv: list of words; those the program was called with, if None.
 
     Raises:
         SystemExit: rank 0 printed help (exit code 0), or what is wrong with a flag (2).
@@ -60,7 +60,7 @@ def parse_args(Args, argv=None):
         if word == "--resume" and value.startswith("-"):  # its directory may be left out
             argv = [*argv[: i + 1], "True", *argv[i + 1 :]]
     options = {"args": argv, "description": sys.modules[Args.__module__].__doc__}
-    first = not mpi.launched() or mpi.proc_id() == 0  # alone, MPI must not start before mpi.fork
+    first = not mpi.launched() or mpi.proc_id() == 0  # MPI must not start before mpi.fork
     with contextlib.nullcontext() if first else contextlib.redirect_stderr(io.StringIO()):
         args = tyro.cli(Args, console_outputs=first, **options)
     if isinstance(getattr(args, "resume", None), str):
@@ -75,7 +75,7 @@ def _args_of_run(Args, directory):
     try:
         config = json.loads(Path(directory, "config.json").read_text(encoding="utf-8"))
         values = {name: config[name] for name in names & config.keys()}
-        if "num_cpu" in names:  # as many ranks as it had, however they were started
+        if "num_cpu" in names:  # as many ranks as it had, however they are started
             values["num_cpu"] = 1 if mpi.launched() else config.get("ranks", 1)
         return Args(**values)
     except (OSError, ValueError, AttributeError) as e:

@@ -26,12 +26,12 @@ def tune_torch():
     # Adam's moments of dead units decay below 1e-38, where CPUs are slow. TensorFlow does the same.
     torch.set_flush_denormal(True)
     mkl = switch_mkl(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
-    # MKL chooses a function's code in its first call. If several threads make it at once, one can
-    # get code of low accuracy (pytorch issue 188792): in one of some hundred runs, with errors of
-    # 1e-4. So a single thread makes it.
+    # MKL picks a function's code at the first call. If several threads make this call at once, one
+    # of them can get code of low accuracy (pytorch issue 188792): errors of 1e-4, in one of some
+    # hundred runs. So a single thread makes the first call.
     for name in OF_MKL:
         getattr(torch, name)(torch.ones(1))
-    # glibc is to keep up to 32 MB of freed memory, not 128 kB: activations need it again soon.
+    # Let glibc keep up to 32 MB of freed memory, not 128 kB: activations soon need it again.
     with contextlib.suppress(AttributeError):  # another C library
         for parameter in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD) if sys.platform == "linux" else ():
             ctypes.CDLL(None).mallopt(parameter, 32 << 20)
@@ -40,12 +40,12 @@ def tune_torch():
 def switch_mkl(library):
     """Let MKL run on AMD's CPUs with AVX2 what it keeps for Intel's.
 
-    MKL, inside PyTorch's library, asks its function mkl_serv_intel_cpu_true, and takes slow code
-    where that returns 0. PyTorch's packagers name the cure, a function that returns 1
-    (pytorch/builder, pull request 1245); here it is written over the loaded one. torch.tanh is 7 to
-    12 times as fast with it, a run of PPO 1.5 times on Zen 5, 1.05 to 1.2 times on Zen 4. Rounding
-    changes. TORCH_MKL_AMD=0 in the environment leaves MKL as it is; so do other CPUs, a PyTorch
-    without MKL, and systems that let no process change its code.
+    MKL, which is part of PyTorch's library, calls its function mkl_serv_intel_cpu_true and takes
+    slow code if that returns 0. PyTorch's packagers name the remedy, a function that returns 1
+    (pytorch/builder, pull request 1245); here its code is written over the loaded function's.
+    torch.tanh is 7 to 12 times as fast with it, a run of PPO 1.5 times on Zen 5, 1.05 to 1.2 times
+    on Zen 4. Rounding changes. MKL stays as it is with TORCH_MKL_AMD=0 in the environment, on other
+    CPUs, and on systems that do not let a process change its code.
 
     Returns:
         "as on Intel" or "default".

@@ -25,8 +25,8 @@ CHECKPOINT, PREVIOUS = "checkpoint.npz", "checkpoint_previous.npz"
 SAVED = ["progress.txt", "policy*.npz", "torch_save", "tf1_save", "checkpoint*"]
 # What a run leaves in its directory; --overwrite deletes these and nothing else.
 RUN_FILES = ["config.json", "status.json", "events.out.tfevents.*", *SAVED]
-# What may change in config.json when a run is resumed: it does not affect the numbers, or, as
-# versions do, by rounding alone.
+# What may change in config.json when a run is resumed: it does not affect the numbers or, like
+# versions, affects only their rounding.
 FREE_TO_CHANGE = {"epochs", "save_freq", "snapshots", "data_dir", "resume", "overwrite"}
 FREE_TO_CHANGE |= {"datestamp", "num_cpu", "versions", "git_commit", "host", "start_time"}
 
@@ -38,12 +38,12 @@ def convert_json(obj):
 
     Numbers, strings, None, lists and dicts stay (keys become strings); NumPy scalars and arrays
     become numbers and lists; NaN and infinities become None, since JSON has neither; dataclasses
-    become dicts, functions and classes their names, and any other object its string, less its
+    become dicts, functions and classes their names, and any other object its string, without its
     address in memory.
     """
 
     def plain(x):
-        text = re.sub(r" at 0x\w+", "", str(x))  # its address is another one in each process
+        text = re.sub(r" at 0x\w+", "", str(x))  # the address differs between processes
         return x.tolist() if hasattr(x, "tolist") else getattr(x, "__name__", text)
 
     return json.loads(to_json(obj, fallback=plain, inf_nan_mode="null", bytes_mode="hex"))
@@ -55,10 +55,10 @@ def write_atomically(path, write, keep=None):
     Args:
         path: the file.
         write: called with a binary file open for writing.
-        keep: the path to move the file to that is replaced.
+        keep: where to move the file that is replaced; None to delete it.
     """
     path = Path(path)
-    # Ranks that fail together may write one file at once: each has a temporary name of its own.
+    # Ranks that fail together may write one file at once, so each uses its own temporary name.
     temporary = path.with_name(f".{path.name}.{mpi.proc_id()}.tmp")
     try:
         with open(temporary, "wb") as f:
@@ -91,7 +91,7 @@ def read_checkpoint(directory):
         this rank's replay buffer, {name: array}. (None, {}) where nothing was ever saved.
 
     Raises:
-        UsageError: it is damaged, or gone, while other files that were saved are there.
+        UsageError: the checkpoint is damaged, or it is missing and other saved files are there.
     """
     # A process that was killed between two renamings leaves only the checkpoint before the last.
     paths = [path for name in (CHECKPOINT, PREVIOUS) if (path := directory / name).exists()]
@@ -104,7 +104,7 @@ def read_checkpoint(directory):
         with np.load(paths[0], allow_pickle=False) as file:
             own = [f"buffer/{mpi.proc_id()}"]
             names = [name for name in file.files if not name.startswith("buffer/") or name in own]
-            # Of a member that is no array NumPy gives bytes, and bytes[...] raises TypeError.
+            # For a member that is not an array, NumPy returns bytes; bytes[...] raises TypeError.
             arrays = {name: file[name][...] for name in names}
         return json.loads(str(arrays.pop("about"))), arrays
     except Exception as e:  # zipfile and NumPy raise many kinds of them

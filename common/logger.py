@@ -33,7 +33,7 @@ from common import UsageError, files, mpi
 TAGS = {"AverageEpRet": "charts/episodic_return", "EpLen": "charts/episodic_length"}
 TAGS |= {"AverageTestEpRet": "eval/episodic_return", "TestEpLen": "eval/episodic_length"}
 LOSSES = ("Loss", "DeltaLoss", "KL", "Entropy", "ClipFrac", "StopIter", "Alpha")
-tqdm.set_lock(threading.RLock())  # its own is over processes: killed ones would leave it behind
+tqdm.set_lock(threading.RLock())  # its own lock spans processes; killed ones would not free it
 
 
 def setup_logger_kwargs(exp_name, seed=None, data_dir="data", datestamp=False):
@@ -52,7 +52,7 @@ def setup_logger_kwargs(exp_name, seed=None, data_dir="data", datestamp=False):
     # A sweep sets the time, since it has to know the directories of its runs.
     now = mpi.broadcast(f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
     now = os.environ.get("SWEEP_DATESTAMP") or now
-    # ~ is a home here: bash leaves it as it is in --data-dir=~/runs.
+    # bash does not expand ~ in --data-dir=~/runs.
     path = Path(os.path.expanduser(data_dir))
     path /= f"{now[:10]}_{exp_name}" if datestamp else exp_name
     if seed is not None:
@@ -84,7 +84,7 @@ class EpochLogger:
         self.exp_name, self.resume, self.config = exp_name, resume, {}
         self.stored, self.row = {}, {}  # of this epoch: lists of numbers by key; columns
         self.epoch = self.epochs = 0  # rows of the table, epochs of the run
-        self.start_time = time.time()  # less what the run had taken before this process
+        self.start_time = time.time()  # minus what the run took before this process
         self.save_model = lambda: None  # see setup_pytorch_saver
         self.log_once = functools.cache(self.log)
         self.events = self.lock = None
@@ -190,7 +190,7 @@ class EpochLogger:
         if self.events is None:
             name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
             self.events = RecordWriter(open(self.output_dir / name, "ab"))  # noqa: SIM115
-            # TensorBoard is to drop what a killed process wrote from this step on.
+            # This tells TensorBoard to drop what a killed process wrote from this step on.
             start = Event(step=step, session_log=SessionLog(status=SessionLog.START))
             events = [Event(file_version="brain.Event:2"), start, *events]
         for event in events:
@@ -206,7 +206,7 @@ class EpochLogger:
     def save_config(self, config, script=None):
         """Write config.json: the arguments, and the versions that the numbers depend on.
 
-        Where a run is resumed, `load_state` writes it, once it has compared the arguments.
+        For a resumed run, `load_state` writes it after comparing the arguments.
 
         Args:
             config: the script's `Args`, or a dict. `epochs`, `save_freq` and `snapshots` in it set
@@ -228,7 +228,7 @@ class EpochLogger:
         self.log(f"Logging to {self.output_dir}")
 
     def load_state(self, state, buffer=None):
-        """Go back to the checkpoint of a run that is resumed, or write the first one of a new run.
+        """Go back to the checkpoint of a resumed run, or write the first one of a new run.
 
         Args:
             state, buffer: as in `save_state`; both are changed in place.
@@ -238,8 +238,8 @@ class EpochLogger:
 
         Raises:
             UsageError: the run cannot be resumed: it had other arguments or another number of
-                ranks, more epochs are done than there are to be, its checkpoint is damaged or not
-                of this program. No file was changed then.
+                ranks, it has done more epochs than `epochs`, or its checkpoint is damaged or of
+                another program. No file was changed then.
         """
         about, arrays = files.read_checkpoint(self.output_dir) if self.resume else (None, {})
         if about:
@@ -309,7 +309,7 @@ class EpochLogger:
 
         Raises:
             FloatingPointError: the state of this rank holds a NaN or an infinity.
-            OSError: the disk is full, say; the checkpoint before this one is intact.
+            OSError: the disk is full, for example; the previous checkpoint is intact.
         """
         arrays = self._arrays(state)
         if mpi.proc_id() == 0:

@@ -26,8 +26,8 @@ def _mpi():
     """The module mpi4py.MPI, initialized by its import, or None where it is not installed.
 
     Raises:
-        RuntimeError: mpirun started several processes, and mpi4py does not see them: every one
-            would take itself for rank 0 and write over the others.
+        RuntimeError: mpirun started several processes, but mpi4py does not see them: each would
+            take itself for rank 0 and overwrite the files of the others.
     """
     sizes = [os.environ[k] for k in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if k in os.environ]
     try:
@@ -110,7 +110,7 @@ def abort(code):
     sys.stdout.flush()
     sys.stderr.flush()
     if num_procs() > 1:
-        time.sleep(0.5)  # mpirun drops what it has not passed on by then
+        time.sleep(0.5)  # mpirun drops output that it has not passed on by then
         _mpi().COMM_WORLD.Abort(code)
     os._exit(code)
 
@@ -139,8 +139,8 @@ def share(name, total, limit=math.inf):
     """This rank's share of a total over all ranks, an int.
 
     Raises:
-        UsageError: the ranks do not divide it, since a remainder would be lost silently; or it is
-            more than `limit`, the steps of an epoch.
+        UsageError: it is not a multiple of the number of ranks (a remainder would be lost
+            silently), or it is more than `limit`, the steps of an epoch.
     """
     if total > limit:
         raise UsageError(f"{name} {total} is above --steps-per-epoch, {limit}")

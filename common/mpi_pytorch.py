@@ -26,7 +26,7 @@ def setup(device="cpu"):
         device = f"cuda:{mpi.proc_id() % torch.cuda.device_count()}"
     try:
         probe = torch.zeros((), dtype=torch.float64, device=device)
-        probe.item()  # there are devices without float64, and without values
+        probe.item()  # some devices have no float64, or hold no values
         return probe.device
     except (RuntimeError, AssertionError, TypeError) as e:
         raise UsageError(f"--device {device} cannot be used: {str(e).splitlines()[0]}") from e
@@ -41,7 +41,7 @@ def compile(function, device):
     if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
         warnings.warn("not compiled, and slower: there is no C++ compiler", stacklevel=2)
         return function
-    torch._dynamo.config.trace_autograd_ops = True  # torch.autograd.grad may stand in the function
+    torch._dynamo.config.trace_autograd_ops = True  # functions may call torch.autograd.grad
     capture = device.type == "cuda" and mpi.num_procs() == 1  # MPI cannot be part of a CUDA graph
     mode = "reduce-overhead" if capture else "default"
     compiled = torch.compile(function, fullgraph=True, mode=mode)
@@ -52,7 +52,7 @@ def compile(function, device):
 
 @torch.library.custom_op("common::avg_tensor", mutates_args=())
 def avg_tensor(x: torch.Tensor) -> torch.Tensor:
-    """Average a tensor over all ranks: an operator of its own, so a compiled graph can hold it."""
+    """Average a tensor over all ranks, as a custom operator, which a compiled graph can contain."""
     return torch.from_numpy(mpi.avg_float32(x.cpu().numpy())).to(x.device)
 
 
@@ -89,8 +89,8 @@ def sync_params(module):
 class Adam:
     """Adam (Kingma and Ba 2015, arXiv:1412.6980) on gradients averaged over all ranks.
 
-    The numbers of torch.optim.Adam, whose `step` cannot stand in a compiled graph; this one can,
-    and a compiled update of SAC takes 23 % less time for it.
+    It gives the numbers of torch.optim.Adam, whose `step` cannot be part of a compiled graph. This
+    one can be, so a compiled update of SAC takes 23 % less time.
 
     Args:
         params: the parameters; their values change in place.
@@ -105,7 +105,7 @@ class Adam:
         self.steps, self.lr = torch.zeros((), **like), torch.tensor(lr, **like)
         for state in (*self.exp_avgs, *self.exp_avg_sqs, self.steps, self.lr):
             state.requires_grad_(False)
-            if state.is_cuda:  # CUDA graphs change it where it lies
+            if state.is_cuda:  # CUDA graphs change it in place
                 torch._dynamo.mark_static_address(state)
 
     def minimize(self, loss):
@@ -117,7 +117,7 @@ class Adam:
     def apply_gradients(self, grads):
         """Take one step; grads: one tensor per parameter."""
         self.steps += 1
-        # beta^t as exp(t log beta): the compiler works an exp out once, a power per parameter.
+        # beta^t as exp(t log beta): the compiler computes exp once, but a power per parameter.
         correction1 = 1 - torch.exp(self.steps * math.log(self.beta1))
         correction2 = torch.sqrt(1 - torch.exp(self.steps * math.log(self.beta2)))
         step_size = (self.lr * correction2 / correction1).float()
@@ -145,7 +145,7 @@ class State:
         self.parts = parts
 
     def tensors(self):
-        """The tensors by name. A module may have other ones by now, so none are kept."""
+        """The tensors by name. They are looked up anew, since a module may have replaced them."""
         found = {}
         for name, part in self.parts.items():
             tensors = {"value": part} if isinstance(part, torch.Tensor) else part.state_dict()
@@ -171,7 +171,7 @@ def to_array(tensor):
 def layers(net):
     """Weights and biases of an nn.Sequential of linear layers: [(W [in, out], b [out]), ...]."""
     linear = [layer for layer in net if hasattr(layer, "weight")]
-    if any(layer.weight.dim() != 2 for layer in linear):  # acting by a part of the network is worse
+    if any(layer.weight.dim() != 2 for layer in linear):  # acting by part of it is worse
         raise TypeError("export_policy and get_action know linear layers alone: change them, too")
     return [(to_array(layer.weight.T), to_array(layer.bias)) for layer in linear]
 
@@ -180,6 +180,6 @@ def save_model(module, output_dir):
     """Write torch_save/model.pt in a run directory: the state_dict, for `weights_only=True`."""
     path = Path(output_dir, "torch_save", "model.pt")
     path.parent.mkdir(exist_ok=True)
-    buffer = io.BytesIO()  # torch.save hides a full disk behind an error of its own
+    buffer = io.BytesIO()  # torch.save reports a full disk as another error
     torch.save(module.state_dict(), buffer)
     files.write_atomically(path, lambda f: f.write(buffer.getvalue()))

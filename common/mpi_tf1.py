@@ -17,7 +17,7 @@ from common import mpi
 
 
 def _load_tensorflow():
-    """Import TensorFlow, whose libraries write to stderr as they load, whatever one sets."""
+    """Import TensorFlow, whose libraries write to stderr as they load, whatever its settings."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # its exceptions say what matters
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

@@ -60,7 +60,7 @@ def fail(e):
     if _logger and not isinstance(e, UsageError):
         with contextlib.suppress(Exception):  # the disk may be what failed
             _logger.close(status, f"{type(e).__name__}: {e}")
-    time.sleep(2 if mpi.proc_id() else 0)  # what happens on all ranks, rank 0 says for all
+    time.sleep(2 if mpi.proc_id() else 0)  # rank 0 reports what all ranks meet
     text = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
     print(f"{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
     mpi.abort(code)
@@ -96,7 +96,7 @@ def start(args, script):
 
 
 def catch_signals():
-    """From now on SIGINT, SIGTERM and SIGUSR1 end the run at the end of its epoch; twice, at once.
+    """From now on SIGINT, SIGTERM or SIGUSR1 ends the run after this epoch, a second one at once.
 
     A terminal's Ctrl-C comes twice, from the terminal and from mpirun: that is one request.
     """
@@ -108,7 +108,7 @@ def catch_signals():
         name = signal.Signals(signum).name
         if time.monotonic() > first + 1:
             raise KeyboardInterrupt(f"{name}, twice")
-        if stop_signal is None and mpi.proc_id() == 0:  # no print, which this may have interrupted
+        if stop_signal is None and mpi.proc_id() == 0:  # not print: it may have been interrupted
             text = f"\n{name}: stopping at the end of this epoch; once more stops at once\n"
             os.write(2, text.encode())
         stop_signal, first = signum, min(first, time.monotonic())
@@ -142,7 +142,7 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
             spaces are not supported.
     """
     try:
-        with warnings.catch_warnings():  # that v4 is not the newest: results compare with v4's
+        with warnings.catch_warnings():  # that v4 is out of date: published results are of v4
             warnings.filterwarnings("ignore", ".*is out of date.*")
             env = gym.make(env_id, **env_kwargs)
     except Exception as e:  # whatever a constructor raises
@@ -162,9 +162,10 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
 
 
 class RepeatableEnv(gym.Wrapper):
-    """Has a reset with a seed also seed `random`, `np.random` and the spaces.
+    """An environment whose reset with a seed also seeds `random`, `np.random` and the spaces.
 
-    An environment may draw from them. Rewards and ends, also in arrays of one, become Python's.
+    Environments may draw from all of them. Rewards and end flags become Python numbers, also from
+    arrays of one element.
     """
 
     def reset(self, seed=None, **kwargs):

@@ -67,7 +67,7 @@ def read(run_dir, name="config.json"):
     return json.loads((run_dir / name).read_text())
 
 
-# ------------------------------------------------------------------------------------------- names
+# Names --------------------------------------------------------------------------------------------
 
 
 class Tanh:
@@ -123,7 +123,7 @@ def test_variants_are_nested_and_the_first_key_varies_slowest(capsys):
             g.add(key, [2])
 
 
-# ------------------------------------------------------------------------------------ our sweeps
+# Our sweeps ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.toml")), ids=lambda p: p.stem)
@@ -151,7 +151,7 @@ def test_flags_are_read_without_importing_the_scripts():
     assert "common.args" in done.stderr and not re.search(r" (torch|tensorflow)\n", done.stderr)
 
 
-# ------------------------------------------------------------------------------------------ checks
+# Checks -------------------------------------------------------------------------------------------
 
 
 def test_a_check_of_several_arguments_is_told():
@@ -215,7 +215,7 @@ def test_bad_sweeps_and_lines_are_one_line_and_launch_nothing(main, monkeypatch,
     assert os.listdir() == ["bad.toml"]
 
 
-# ------------------------------------------------------------------------------------ command line
+# Command line -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,7 @@ def test_dry_run_prints_commands_and_makes_nothing(main, tmp_path):
     assert first.endswith("sweep_s0: finished before") and shlex.split(second) == commands[1]
 
 
-# ------------------------------------------------------------------------------------ many scripts
+# Many scripts -------------------------------------------------------------------------------------
 
 
 def test_arguments_go_to_the_scripts_that_have_them(main):
@@ -286,7 +286,7 @@ def test_arguments_go_to_the_scripts_that_have_them(main):
     ]
 
 
-# ------------------------------------------------------------------------------------------ running
+# Running ------------------------------------------------------------------------------------------
 
 
 def test_a_sweep_runs_all_and_a_second_time_none(main, tmp_path):
@@ -440,7 +440,7 @@ def test_datestamp(main, tmp_path):
     assert len(made) == 4 and all(re.fullmatch(pattern, path) for path in made)
 
 
-# --------------------------------------------------------------------------------------- functions
+# Functions ----------------------------------------------------------------------------------------
 
 MODULE = """
 import json, os, sys, time
@@ -620,7 +620,7 @@ def test_an_environment_of_ones_own_is_found(main, tmp_path):
     assert code == 2 and "Other" in said
 
 
-# ---------------------------------------------------------------------------------------- stopping
+# Stopping -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

@@ -123,7 +123,7 @@ def test_a_copy_of_a_run_is_named(tmp_path, capsys):
     assert not capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------- aggregating
+# Aggregating --------------------------------------------------------------------------------------
 
 
 def test_smoothing_is_the_mean_of_a_centered_window():
@@ -168,7 +168,7 @@ def test_a_run_whose_episodes_never_end_is_explained(tmp_path, capsys):
     assert curve.get_ydata().tolist() == [-5, -5]
 
 
-# --------------------------------------------------------------------------------------- comparing
+# Comparing ----------------------------------------------------------------------------------------
 
 
 def test_two_directories_are_compared(tmp_path, monkeypatch, capsys):
@@ -224,7 +224,7 @@ def test_two_directories_are_compared(tmp_path, monkeypatch, capsys):
         assert f"plot.py: error: {text}" in capsys.readouterr().err
 
 
-# ----------------------------------------------------------------------------------------- figures
+# Figures ------------------------------------------------------------------------------------------
 
 
 def test_labels_drop_the_environment():

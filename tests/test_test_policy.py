@@ -58,7 +58,7 @@ def command_line(*args, **env):
     return conftest.run(program, *args, check=False, env={"DISPLAY": "", **env})
 
 
-# ------------------------------------------------------------------------------------------ acting
+# Acting -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
@@ -124,7 +124,7 @@ def test_observations_are_normalized_as_in_training(tmp_path):
     np.testing.assert_allclose(a, expected.clip(LOW * 99, HIGH * 99), rtol=1e-5)
 
 
-# ------------------------------------------------------------------------------------ environments
+# Environments -------------------------------------------------------------------------------------
 
 
 def test_returns_are_those_of_the_environment(tmp_path, capsys):
@@ -271,7 +271,7 @@ def test_rendering_that_cannot_work_says_what_to_install(tmp_path):
         assert done.returncode == 2 and "--video" in done.stderr
 
 
-# -------------------------------------------------------------------------------------- published
+# Published ----------------------------------------------------------------------------------------
 
 POLICIES = ROOT / "benchmark" / "policies"
 ROWS = (POLICIES / "README.md").read_text()
@@ -350,7 +350,7 @@ def test_the_picture_of_robots(tmp_path):
     assert done.returncode == 1 and done.stderr.startswith("picture.py: error: ")
 
 
-# ------------------------------------------------------------------------------------------- files
+# Files --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
