@@ -247,7 +247,7 @@ def train(args):
     act_ph = tf.placeholder(tf.float32, [local_batch_size, act_dim])
     rew_ph, done_ph = (tf.placeholder(tf.float32, [local_batch_size]) for _ in range(2))
 
-    # Q function: regress on the backup.
+    # Q function: fit it to the backup.
     backup = compute_backup(ac_targ, rew_ph, obs2_ph, done_ph, args.gamma)
     q = ac.q(obs_ph, act_ph)
     loss_q = compute_loss_q(q, backup)

@@ -239,7 +239,7 @@ def train(args):
 
         Returns {name: tensor [] or [B]}, the losses and values to log.
         """
-        # Q function: regress on the backup.
+        # Q function: fit it to the backup.
         backup = compute_backup(ac_targ, rew, obs2, done, args.gamma)
         q = ac.q(obs, act)
         loss_q = compute_loss_q(q, backup)

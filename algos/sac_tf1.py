@@ -4,8 +4,8 @@
     mpirun -np 4 python algos/sac_tf1.py --env-id Hopper-v4
 
 Like TD3, but the policy is stochastic, and its objective includes its entropy, weighted by alpha.
-There is no target policy and no delay: the next action a' is sampled from the current policy. As in
-the second paper, there is no value network.
+It follows the smaller of the two Qs, not Q_1. There is no target policy and no delay: the next
+action a' is sampled from the current policy. As in the second paper, there is no value network.
 
     y        = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s'))
     L(Q_i)   = E[ (Q_i(s, a) - y)^2 ]
@@ -283,7 +283,7 @@ def train(args):
     noise_ph = tf.placeholder(tf.float32, [2, local_batch_size, act_dim])
     alpha = tf.stop_gradient(tf.exp(log_alpha)) if auto_alpha else args.alpha
 
-    # Q functions: regress on the backup.
+    # Q functions: fit them to the backup.
     backup = compute_backup(ac, ac_targ, rew_ph, obs2_ph, done_ph, noise_ph[0], alpha, args.gamma)
     q1, q2 = ac.q(obs_ph, act_ph)
     loss_q = compute_loss_q(q1, q2, backup)

@@ -4,8 +4,8 @@
     mpirun -np 4 python algos/sac_torch.py --env-id Hopper-v4
 
 Like TD3, but the policy is stochastic, and its objective includes its entropy, weighted by alpha.
-There is no target policy and no delay: the next action a' is sampled from the current policy. As in
-the second paper, there is no value network.
+It follows the smaller of the two Qs, not Q_1. There is no target policy and no delay: the next
+action a' is sampled from the current policy. As in the second paper, there is no value network.
 
     y        = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s'))
     L(Q_i)   = E[ (Q_i(s, a) - y)^2 ]
@@ -290,7 +290,7 @@ def train(args):
         """
         alpha = log_alpha.detach().exp() if auto_alpha else args.alpha
 
-        # Q functions: regress on the backup.
+        # Q functions: fit them to the backup.
         backup = compute_backup(ac, ac_targ, rew, obs2, done, noise[0], alpha, args.gamma)
         q1, q2 = ac.q(obs, act)
         loss_q = compute_loss_q(q1, q2, backup)

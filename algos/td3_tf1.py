@@ -4,8 +4,8 @@
     mpirun -np 4 python algos/td3_tf1.py --env-id Hopper-v4
 
 DDPG's policy seeks out the actions whose Q is too high. TD3 makes three changes: the next state is
-valued by the smaller of two Qs, clipped noise is added to the target policy's action, and the
-policy and the targets are updated once per policy_delay updates of the Qs.
+valued by the smaller of two Qs, clipped noise is added to the target policy's action (smoothing),
+and the policy and the targets are updated once per policy_delay updates of the Qs.
 
     a'     = clip(pi_targ(s') + clip(sigma noise, -c, c), -1, 1)
     y      = r + gamma (1 - d) min_i Q_targ,i(s', a')
@@ -262,7 +262,7 @@ def train(args):
     noise_ph = tf.placeholder(tf.float32, [local_batch_size, act_dim])
     batch_ph = [obs_ph, act_ph, rew_ph, obs2_ph, done_ph, noise_ph]
 
-    # Q functions: regress on the backup.
+    # Q functions: fit them to the backup.
     smoothing = noise_ph, args.target_noise, args.noise_clip
     backup = compute_backup(ac_targ, rew_ph, obs2_ph, done_ph, *smoothing, args.gamma)
     q1, q2 = ac.q(obs_ph, act_ph)

@@ -4,8 +4,8 @@
     mpirun -np 4 python algos/td3_torch.py --env-id Hopper-v4
 
 DDPG's policy seeks out the actions whose Q is too high. TD3 makes three changes: the next state is
-valued by the smaller of two Qs, clipped noise is added to the target policy's action, and the
-policy and the targets are updated once per policy_delay updates of the Qs.
+valued by the smaller of two Qs, clipped noise is added to the target policy's action (smoothing),
+and the policy and the targets are updated once per policy_delay updates of the Qs.
 
     a'     = clip(pi_targ(s') + clip(sigma noise, -c, c), -1, 1)
     y      = r + gamma (1 - d) min_i Q_targ,i(s', a')
@@ -269,7 +269,7 @@ def train(args):
         policy and the targets are updated too.
         Returns {name: tensor [] or [B]}, the losses and values to log.
         """
-        # Q functions: regress on the backup.
+        # Q functions: fit them to the backup.
         smoothing = noise, args.target_noise, args.noise_clip
         backup = compute_backup(ac_targ, rew, obs2, done, *smoothing, args.gamma)
         q1, q2 = ac.q(obs, act)

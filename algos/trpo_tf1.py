@@ -14,7 +14,7 @@ itself. A line search makes up for the approximations. damping_coeff times the i
 H, so that flat directions give no huge steps.
 
 The advantage A is estimated by generalized advantage estimation, GAE (Schulman et al. 2016,
-arXiv:1506.02438, eq. 16), and V regresses on R, the discounted rewards to go:
+arXiv:1506.02438, eq. 16), and V is fitted to R, the discounted rewards to go:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
                                                    R_t = r_t + gamma R_t+1
@@ -226,8 +226,7 @@ class GAEBuffer:
         """End a path: the episode is over, or is cut at the end of the epoch.
 
         Args:
-            o2: array [obs_dim], the observation after the last step; a copy of it is kept, since
-                the environment may write into it.
+            o2: array [obs_dim], the observation after the last step; a copy of it is kept.
             terminated: whether o2 is a terminal state, worth 0. A path that was cut or truncated
                 would have gone on: V(o2) estimates the rest of its return.
         """
@@ -325,8 +324,8 @@ def conjugate_gradient(Ax, b, iters):
     Args:
         Ax: function from an array [D] to A times it.
         b: array [D] float64.
-        iters: maximum number of iterations; without rounding, D of them are exact, and those that
-            follow change nothing.
+        iters: maximum number of iterations; without rounding, x is exact after at most D of them,
+            and more change nothing.
 
     Returns:
         x: array [D] float64.
@@ -389,8 +388,8 @@ def train(args):
     v_obs = ac.v(obs_ph)[:, 0]
     dist = ac.pi.dist(obs_ph)
     dist_old_ph = [tf.placeholder(tf.float32, x.shape) for x in dist]
-    loss_pi_op, kl_op = compute_loss_pi(logp, logp_old_ph, adv_ph), ac.pi.kl(dist_old_ph, dist)
-    loss_v_op = compute_loss_v(v_obs, ret_ph)
+    loss_pi_op = compute_loss_pi(logp, logp_old_ph, adv_ph)
+    loss_v_op, kl_op = compute_loss_v(v_obs, ret_ph), ac.pi.kl(dist_old_ph, dist)
     losses = loss_pi_op, loss_v_op, kl_op, tf.reduce_mean(entropy_op)
     params_op, params_ph = mpi_tf1.flat_concat(pi_vars), tf.placeholder(tf.float32, [None])
     set_params_op = mpi_tf1.assign_params_from_flat(params_ph, pi_vars)

@@ -14,7 +14,7 @@ itself. A line search makes up for the approximations. damping_coeff times the i
 H, so that flat directions give no huge steps.
 
 The advantage A is estimated by generalized advantage estimation, GAE (Schulman et al. 2016,
-arXiv:1506.02438, eq. 16), and V regresses on R, the discounted rewards to go:
+arXiv:1506.02438, eq. 16), and V is fitted to R, the discounted rewards to go:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
                                                    R_t = r_t + gamma R_t+1
@@ -217,8 +217,7 @@ class GAEBuffer:
         """End a path: the episode is over, or is cut at the end of the epoch.
 
         Args:
-            o2: array [obs_dim], the observation after the last step; a copy of it is kept, since
-                the environment may write into it.
+            o2: array [obs_dim], the observation after the last step; a copy of it is kept.
             terminated: whether o2 is a terminal state, worth 0. A path that was cut or truncated
                 would have gone on: V(o2) estimates the rest of its return.
         """
@@ -316,8 +315,8 @@ def conjugate_gradient(Ax, b, iters):
     Args:
         Ax: function from an array [D] to A times it.
         b: array [D] float64.
-        iters: maximum number of iterations; without rounding, D of them are exact, and those that
-            follow change nothing.
+        iters: maximum number of iterations; without rounding, x is exact after at most D of them,
+            and more change nothing.
 
     Returns:
         x: array [D] float64.
@@ -380,10 +379,10 @@ def train(args):
 
     @torch.no_grad()
     def losses(obs, act, adv, ret, logp_old, dist_old):
-        """loss_pi, loss_v, the KL divergence from `dist_old` and the entropy: floats."""
+        """loss_pi, loss_v, the KL from `dist_old`, the entropy: floats."""
         logp, entropy = ac.pi(obs, act)
-        loss_pi, loss_v = compute_loss_pi(logp, logp_old, adv), compute_loss_v(ac.v(obs)[:, 0], ret)
-        kl = ac.pi.kl(dist_old, ac.pi.dist(obs))
+        loss_pi = compute_loss_pi(logp, logp_old, adv)
+        loss_v, kl = compute_loss_v(ac.v(obs)[:, 0], ret), ac.pi.kl(dist_old, ac.pi.dist(obs))
         return [x.item() for x in (loss_pi, loss_v, kl, entropy.mean())]
 
     def fisher(grad_kl, x):

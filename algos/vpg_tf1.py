@@ -9,7 +9,7 @@ actions that turned out better than expected more likely; the advantage A says h
     grad J(pi) = E[ grad log pi(a|s) A ]
 
 The advantage A is estimated by generalized advantage estimation, GAE (Schulman et al. 2016,
-arXiv:1506.02438, eq. 16), and V regresses on R, the discounted rewards to go:
+arXiv:1506.02438, eq. 16), and V is fitted to R, the discounted rewards to go:
 
     delta_t = r_t + gamma V(s_t+1) - V(s_t)        A_t = delta_t + gamma lam A_t+1
                                                    R_t = r_t + gamma R_t+1
@@ -193,8 +193,7 @@ class GAEBuffer:
         """End a path: the episode is over, or is cut at the end of the epoch.
 
         Args:
-            o2: array [obs_dim], the observation after the last step; a copy of it is kept, since
-                the environment may write into it.
+            o2: array [obs_dim], the observation after the last step; a copy of it is kept.
             terminated: whether o2 is a terminal state, worth 0. A path that was cut or truncated
                 would have gone on: V(o2) estimates the rest of its return.
         """
