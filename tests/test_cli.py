@@ -308,14 +308,15 @@ def test_without_tensorflow(tmp_path):
 
 
 def test_a_run_after_one_that_was_stopped(tmp_path):
-    """In one process: it is not stopped, too."""
+    """In one process: it is not stopped, too. Two signals at once are one request: Ctrl-C."""
     source = """
 import os
 from common import run
 from test_cli import Args
 
 def train(args):
-    os.kill(os.getpid(), 15)
+    for _ in "12":
+        os.kill(os.getpid(), 15)
     return not run.stop_requested()
 
 try:
@@ -395,7 +396,8 @@ def test_a_run_that_fails_from_python(tmp_path, monkeypatch):
 def test_resume_takes_the_arguments_of_a_directory(tmp_path, monkeypatch, datestamp):
     module = load_script("ppo_torch")
     args = {**TINY, "gamma": 0.5, "env_kwargs": {"g": 9.0}, "env_id": "Pendulum-v1"}
-    assert module.train(module.Args(**args, datestamp=datestamp, data_dir=str(tmp_path)))
+    how = {"datestamp": datestamp, "overwrite": True, "data_dir": str(tmp_path)}
+    assert module.train(module.Args(**args, **how))
     (directory,) = tmp_path.glob("*/*")
     monkeypatch.chdir("/")
     words = ["--resume", str(directory)]

@@ -12,14 +12,15 @@ OFF_POLICY = ["--env-id", "Pendulum-v1", "--num-test-episodes", 1, "--update-aft
 @pytest.mark.parametrize(
     "script, flags",
     [
-        ("ppo_torch", ["--env-id", "CartPole-v1"]),
+        ("ppo_torch", ["--env-id", "my_envs:Mine-v0"]),
         ("vpg_tf1", ["--env-id", "CartPole-v1"]),
         ("sac_torch", [*OFF_POLICY, "--no-compile"]),
         ("ddpg_tf1", OFF_POLICY),
     ],
 )
 def test_a_copied_script_runs(tmp_path, script, flags):
-    """`cp -r algos/<script>.py common my_project/`; a folder above has another `common`."""
+    """`cp -r algos/<script>.py common my_project/`; a folder above has another `common`. The
+    environment may be registered in the current directory."""
     project = tmp_path / "my_project"
     project.mkdir()
     shutil.copy(ROOT / "algos" / f"{script}.py", project)
@@ -28,5 +29,10 @@ def test_a_copied_script_runs(tmp_path, script, flags):
     (tmp_path / "common").mkdir()
     (tmp_path / "common" / "__init__.py").write_text("raise RuntimeError('not this one')\n")
     assert not any((folder / ".git").exists() for folder in project.parents)
+    maker = "gymnasium.envs.classic_control:CartPoleEnv"
+    text = f"from gymnasium import register\nregister('Mine-v0', '{maker}')\n"
+    (tmp_path / "my_envs.py").write_text(text)
     run(project / f"{script}.py", *SMALL, *flags, cwd=tmp_path)
-    assert len(progress(run_dir(tmp_path / "data", "run"))) == 2
+    directory = run_dir(tmp_path / "data", "run")
+    assert len(progress(directory)) == 2
+    run(ROOT / "benchmark" / "test_policy.py", directory, "--episodes", 1, cwd=tmp_path)

@@ -135,3 +135,4 @@ def test_config_names_cpu_and_mkl(tmp_path):
     run("ppo_torch", "--env-id", "CartPole-v1", *flags, env={"TORCH_MKL_AMD": "0"})
     versions = json.loads((run_dir(tmp_path, "x") / "config.json").read_text())["versions"]
     assert versions["mkl"] == "default" and versions["cpu"] == cpu.name() != ""
+    assert "torch" in versions and "tensorflow" not in versions  # which it does not load

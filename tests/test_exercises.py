@@ -22,6 +22,8 @@ sys.path.insert(0, str(ROOT / "exercises"))
 import exercise as program
 import experiment
 
+from common import UsageError
+
 ALL = program.exercises()
 ANSWERS = tomllib.loads((ROOT / "tests" / "answers.toml").read_text())
 
@@ -113,6 +115,8 @@ def test_a_bug_to_be_found(learner, capsys):
     assert exercise["new"] not in said and "finish_path" not in said
     exercise = {**exercise, "curve": "--env-id CartPole-v1 --epochs 2 --steps-per-epoch 200"}
     program.curve(exercise)
+    with pytest.raises(UsageError, match="use check"):
+        program.curve(ALL["bug-wrong-credit"])
     assert "this takes some seconds" in capsys.readouterr().out
     assert (program.MINE / "bug-truncation.png").stat().st_size > 10000
 

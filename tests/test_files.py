@@ -100,9 +100,12 @@ def test_write_json(tmp_path):
         read_json(tmp_path / "b.json")
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file"
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    """And a new one is on the disk, whole, before it takes the old one's place."""
+    path, sizes = tmp_path / "file", []
+    monkeypatch.setattr(os, "fsync", lambda fd: sizes.append(os.fstat(fd).st_size))
     write_atomically(path, lambda f: f.write(b"old"))
+    assert sizes == [3]
 
     def fail(f):
         f.write(b"half of the new")

@@ -284,6 +284,9 @@ def test_arguments_go_to_the_scripts_that_have_them(main):
         ("both_fake_script_gam0-8", 0.8),
         ("both_other_script", None),
     ]
+    Path("algos").mkdir()
+    Path("algos/vpg_torch.py").write_text(FAKE.read_text())
+    assert flags.find("algos/vpg_torch.py").path == Path.cwd() / "algos/vpg_torch.py"  # not ours
 
 
 # Running ------------------------------------------------------------------------------------------
@@ -369,12 +372,15 @@ def test_as_many_runs_at_a_time_as_there_are_workers(main, tmp_path, monkeypatch
         return started[-1]
 
     monkeypatch.setattr(launch, "start", count)
+    said = lambda _, cores: os.write(1, f"on {len(cores)} cores\n".encode())  # noqa: E731
+    monkeypatch.setattr(os, "sched_setaffinity", said)
     sweep = write_sweep(tmp_path / "a.toml", "seed = [0, 1, 2, 3]\nepochs = 1\nepoch_seconds = 1.5")
     assert main(sweep, "--workers", 3)[0] == 0
     assert alive[:3] == [1, 2, 3] and max(alive) == 3 and len(alive) == 4
     (tmp_path / "data/sweep/sweep_s3").rename(tmp_path / "gone")
     assert main(sweep, "--workers", 3)[0] == 0
     assert shares == [max(1, mpi.cores() // 3)] * 5
+    assert f"on {shares[0]} cores\n" in (tmp_path / "data/sweep/sweep_s0/launch.log").read_text()
 
 
 def test_the_reason_why_a_run_has_no_return_is_said(main):
@@ -584,11 +590,12 @@ def test_a_key_of_the_grid_holds_the_functions(tmp_path, monkeypatch):
 
 def test_scripts_from_python(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    on_ctrl_c = signal.getsignal(signal.SIGINT)
     g = grid.ExperimentGrid(name="mine")
     g.add("seed", [3])
     g.add("hidden_sizes", [(8, 4), (2,)], "hid")
     g.add("activation", Tanh)
-    assert g.run(str(FAKE), data_dir="out")
+    assert g.run(str(FAKE), data_dir="out") and signal.getsignal(signal.SIGINT) is on_ctrl_c
     config = read(Path("out/mine_hid8-4/mine_hid8-4_s3"))
     assert (config["hidden_sizes"], config["activation"]) == ([8, 4], "tanh")
     assert not grid.call_experiment("two", str(FAKE), data_dir="out", fail_at=0)
@@ -598,6 +605,8 @@ def test_scripts_from_python(tmp_path, monkeypatch):
     assert (config["ranks"], config["data_dir"]) == (2, f"{tmp_path}/home")
     assert grid.call_experiment("four", str(FAKE), datestamp=True)
     assert len([*Path("data").glob("2*_four/2*-four_s0/progress.txt")]) == 1
+    assert not grid.call_experiment("five", lambda: False)  # stopped before its end
+    assert read_status(Path("data/five/five_s0/call"))["status"] == "interrupted"
 
 
 def test_options_of_a_grid_are_those_of_its_sweep(monkeypatch):

@@ -1,6 +1,7 @@
 """The logger and its run directory: who may write there, and whether others can read it."""
 
 import errno
+import os
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from benchmark.reading import read_json
 from common import UsageError, cpu, files, run
 from common import mpi as helpers
-from common.logger import EpochLogger, setup_logger_kwargs
+from common.logger import EpochLogger, _tag, setup_logger_kwargs
 
 
 def one_epoch(logger, epoch, returns):
@@ -75,7 +76,8 @@ def test_directories(tmp_path, monkeypatch):
     logger.close()
 
 
-def test_files_of_a_run(tmp_path, capsys):
+def test_files_of_a_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the commit is that of the project
     logger = start(tmp_path, exp_name="run")
     assert read_status(logger.output_dir)["status"] == "running"
     one_epoch(logger, 0, [1.0, 3.0])
@@ -92,6 +94,8 @@ def test_files_of_a_run(tmp_path, capsys):
     config = read_json(logger.output_dir / "config.json")
     assert config["exp_name"] == "run" and config["lr"] == 0.1 and config["ranks"] == 1
     assert config["script"] == "some_script.py" and config["versions"]["numpy"] == np.__version__
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert (config["git_commit"] or "").rstrip("+") == head.stdout.strip()
     status = {"status": "finished", "epoch": 2, "epochs": 2, "error": None}
     assert read_status(logger.output_dir) == status
     with np.load(logger.output_dir / "policy.npz", allow_pickle=False) as policy:
@@ -107,6 +111,9 @@ def test_files_of_a_run(tmp_path, capsys):
 def test_tensorboard_reads_the_events(tmp_path):
     logger = start(tmp_path)
     one_epoch(logger, 0, [1.0])
+    (seen,) = EventAccumulator(str(logger.output_dir)).Reload().Scalars("charts/episodic_return")
+    assert seen.value == 1 and seen.wall_time >= logger.start_time  # during the run
+    assert _tag("AverageTestEpRet") == "eval/episodic_return"
     save(logger)
     one_epoch(logger, 1, [5.0])  # no checkpoint after this row: a resumed run makes it again
     logger.release()
@@ -189,8 +196,10 @@ def test_a_directory_that_cannot_be_locked_or_is_elsewhere(tmp_path, monkeypatch
     (tmp_path / "scratch").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run/checkpoint").symlink_to(tmp_path / "scratch")
-    files.claim(tmp_path / "run", False, True).close()  # --overwrite takes the link away
-    assert not (tmp_path / "run/checkpoint").exists() and (tmp_path / "scratch").exists()
+    for name in ("torch_save", "tf1_save"):
+        (tmp_path / "run" / name / "x").mkdir(parents=True)
+    files.claim(tmp_path / "run", False, True).close()  # --overwrite takes the link and both away
+    assert os.listdir(tmp_path / "run") == [".lock"] and (tmp_path / "scratch").exists()
     no_flock = mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available"))
     monkeypatch.setattr(files.fcntl, "flock", no_flock)
     with pytest.raises(UsageError, match=r"cannot write to .*run: .*No locks available"):
@@ -207,10 +216,11 @@ def test_another_process_that_took_the_directory(tmp_path):
     before = contents(tmp_path)
     with pytest.raises(UsageError, match=r"\.lock was removed or replaced: another process may"):
         epochs(logger, 1)
+    assert before == contents(tmp_path)
     shutil.rmtree(logger.output_dir)
     with pytest.raises(UsageError, match="removed or replaced"):
         epochs(second, 1)
-    assert before and not contents(tmp_path)
+    assert not contents(tmp_path)
     logger.release()
     second.release()
 
@@ -221,7 +231,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
         m.setattr(files, "print", full, raising=False)
         with pytest.raises(UsageError, match=r"cannot write to .*No space left"):
             files.claim(tmp_path / "new" / "run", False, False)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and full.call_args.kwargs["flush"]
 
 
 def test_what_may_change_on_resume(tmp_path, monkeypatch, capsys):

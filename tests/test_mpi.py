@@ -1,7 +1,5 @@
 """The MPI helpers, with real ranks."""
 
-import os
-
 import pytest
 import torch
 from conftest import mpi, needs_compiler, slow
@@ -30,7 +28,7 @@ assert broadcast({"from": proc_id()}) == {"from": 0}
 assert gather(np.full(2, proc_id())).tolist() == [[r, r] for r in range(n)] * (proc_id() == 0)
 out = allreduce(np.full(3, 1.5, np.float32))
 assert out.dtype == np.float32 and (out == 1.5 * n).all()
-assert share("--steps", 12) == 12 // n
+assert share("--steps", 12) == share("--steps", 12, limit=12) == 12 // n
 print("all well", flush=True)
 """
 
@@ -85,12 +83,13 @@ def test_fork_without_mpirun_or_with_more_ranks_than_any_machine_has(monkeypatch
 
 
 def test_threads_are_shared_out(tmp_path):
-    source = "from common.mpi import *\nprint(f'threads={threads_per_rank()};', flush=True)\n"
-    cores = len(os.sched_getaffinity(0))
-    for ranks in (1, 2, 4):
-        expected = max(1, min(helpers.MAX_THREADS, cores // ranks))
-        out = mpi(tmp_path, source, ranks).stdout
-        assert out.count(f"threads={expected};") == ranks
+    """And PyTorch takes no more."""
+    source = "import torch\nfrom common import mpi, mpi_pytorch\n"
+    source += "mpi.cores = lambda: int(sys.argv[1])\nmpi_pytorch.setup()\n"
+    source += "print(f'{mpi.threads_per_rank()}, {torch.get_num_threads()};', flush=True)"
+    for cores, ranks, threads in ((12, 1, 4), (12, 4, 3), (3, 4, 1)):
+        out = mpi(tmp_path, source, ranks, cores).stdout
+        assert out.count(f"{threads}, {threads};") == ranks
 
 
 LAYERS = """

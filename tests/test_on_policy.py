@@ -99,6 +99,11 @@ for epoch in range(4):
         env = NormalizedEnv(plain, True, True, 0.5)
         env.load_state_dict(saved)
 assert (broadcast(arrays["obs_mean"]) == arrays["obs_mean"]).all()
+plain.obs, plain.rew = np.full((3, 2), 1e6 + 0.3), [0, 0]  # nothing ever changes
+env = NormalizedEnv(plain, True, True, 0.5)
+env.reset(), env.step(0), env.step(0)
+env.update_statistics()
+assert (env.reset()[0] == 0).all() and (env.normalize_rewards(np.zeros(2)) == 0).all()
 assert NormalizedEnv(plain, False, True, 0.5).policy_arrays() == {}
 assert NormalizedEnv(plain, True, False, 0.5).normalize_rewards(99) == 99
 print("passed", flush=True)
