@@ -31,8 +31,9 @@ def test_a_copied_script_runs(tmp_path, script, flags):
     assert not any((folder / ".git").exists() for folder in project.parents)
     maker = "gymnasium.envs.classic_control:CartPoleEnv"
     text = f"from gymnasium import register\nregister('Mine-v0', '{maker}')\n"
-    (tmp_path / "my_envs.py").write_text(text)
-    run(project / f"{script}.py", *SMALL, *flags, cwd=tmp_path)
-    directory = run_dir(tmp_path / "data", "run")
+    (here := tmp_path / "elsewhere").mkdir()
+    (here / "my_envs.py").write_text(text)
+    run(project / f"{script}.py", *SMALL, *flags, cwd=here)
+    directory = run_dir(here / "data", "run")
     assert len(progress(directory)) == 2
-    run(ROOT / "benchmark" / "test_policy.py", directory, "--episodes", 1, cwd=tmp_path)
+    run(ROOT / "benchmark" / "test_policy.py", directory, "--episodes", 1, cwd=here)

@@ -209,7 +209,7 @@ LIMITS = {
     "common/ files": 9,
     "benchmark/ lines": 2013,
     "exercises/ lines": 724,
-    "tests/ lines": 5812,
+    "tests/ lines": 5813,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
