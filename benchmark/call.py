@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # to find common
 from common.files import RUN_FILES, find, write_json
-from common.mpi import abort, broadcast, num_procs, proc_id
+from common.mpi import abort, broadcast, num_procs, proc_id, reduce
 
 
 def main(directory):
@@ -40,6 +40,7 @@ def main(directory):
             kwargs["logger_kwargs"]["overwrite"] = True  # a function cannot resume: it starts anew
         # A function that returns False was stopped before its end.
         status = "interrupted" if function(**kwargs) is False else "finished"
+        reduce(0)  # all ranks have come here: none was killed
     except BaseException as e:
         where = f" on rank {proc_id()} of {num_procs()}" if num_procs() > 1 else ""
         print(f"call.py: failed{where}\n{traceback.format_exc()}", file=sys.stderr, flush=True)

@@ -30,6 +30,7 @@ from common.files import FREE_TO_CHANGE, convert_json
 ROOT = Path(__file__).resolve().parent.parent
 CALL = Path(__file__).with_name("call.py")
 # Flags that [params] cannot set: grid.py does, from the top of the sweep or by itself.
+KNOWN = {"pydantic", *sys.stdlib_module_names}  # what `Args` may use, beside common.args
 RESERVED = ("exp_name", "data_dir", "num_cpu", "datestamp", "resume", "overwrite")
 
 
@@ -154,9 +155,9 @@ def read_args(path):
     """A script's (`Args`, {field: type}). UsageError if it has none."""
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
-        known = {"common.args", "pydantic.dataclasses", *sys.stdlib_module_names}
-        body = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module in known]
-        body += [n for n in tree.body if isinstance(n, ast.Import) and n.names[0].name in known]
+        known = lambda name: name == "common.args" or name.split(".")[0] in KNOWN  # noqa: E731
+        body = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and known(f"{n.module}")]
+        body += [n for n in tree.body if isinstance(n, ast.Import) and known(n.names[0].name)]
         body += [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "Args"]
         # dataclasses and tyro look a class's module up.
         module = types.ModuleType(f"arguments of {path}")

@@ -298,9 +298,8 @@ def make_run(options, thunk, exp_name, params, stamp):
     free = thunk.free - ({"epochs"} if settings.get("anneal_lr") else set())
     fixed = {name: value for name, value in settings.items() if name not in free}
     fixed |= {"script": thunk.label, "ranks": ranks}
-    return launch.Run(
-        directory, command, fixed, None if call else settings.get("epochs"), call, stamp
-    )
+    usual, epochs = ({}, None) if call else (thunk.parse({}), settings.get("epochs"))
+    return launch.Run(directory, command, fixed, epochs, call, stamp, usual=usual)
 
 
 def run_sweep(sweep):
@@ -341,7 +340,7 @@ def read_sweep(path, words=()):
         data = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         tables = {key: data.pop(key, {}) for key in ("params", "slurm")}
         script = data.pop("script", None)
-        if script is None or not all(isinstance(table, dict) for table in tables.values()):
+        if not script or not all(isinstance(table, dict) for table in tables.values()):
             raise ValueError("it needs a script; params and slurm are tables")
         if unknown := data.keys() - (HINTS.keys() - {"what"}):
             hint = perhaps(min(unknown), ["script", "params", *HINTS])
@@ -409,7 +408,7 @@ def read_value(word):
     for read in (json.loads, ast.literal_eval):
         try:
             return read(word)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
     return word
 

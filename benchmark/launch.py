@@ -44,6 +44,7 @@ class Run:
     outcome: str = "not started"
     detail: str = ""
     began: float = 0.0
+    usual: dict = dataclasses.field(default_factory=dict)  # for what config.json does not have
 
     @property
     def record(self):
@@ -72,8 +73,9 @@ def status(run):
         return "interrupted", ""
     except ValueError as e:
         return "failed", printable(e)
-    fixed = run.fixed.items()
-    changed = [f"{k} was {config[k]}, is {v}" for k, v in fixed if config.get(k, v) != v]
+    before = {**run.usual, **config}
+    now = {**dict.fromkeys(config if run.call else ()), **run.fixed}
+    changed = [f"{k} was {before.get(k)}, is {v}" for k, v in now.items() if before.get(k) != v]
     if changed:
         return "another run", printable(", ".join(changed))
     try:

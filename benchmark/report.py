@@ -135,7 +135,8 @@ def read_run(frame):
     row |= {"commit": (config.get("git_commit") or "unknown")[:10], "cpu": versions["cpu"]}
     row |= {"arguments": arguments(config, {"epochs": None})}
     row |= {"versions": ", ".join(f"{name} {versions[name]}" for name in names)}
-    label = re.sub(r"\W+", "-", row["settings"]).strip("-")
+    label = re.sub(r" -(?=[\d.])", " minus", row["settings"])  # -1 and 1 are two settings
+    label = re.sub(r"\W+", "-", label).strip("-")
     run = f"{row['script']}_{row['env']}_{label}_s{row['seed']}".replace("_plain_", "_")
     return {"run": run, **row}, table
 
@@ -211,7 +212,8 @@ def publish(logdirs, folder=POLICIES):
         about = {key: config[key] for key in keys} | {"settings": row["settings"]}
         about["steps"] = int(table["steps"][arrays["epoch"] - 1])  # it may not be the last epoch
         about |= {"mean": np.mean(returns), "deviation": np.std(returns)}
-        name = f"{frame.attrs['algo']}_{row['env'].split('-v')[0].lower()}.npz"
+        task = re.sub(r"[^\w.-]", "-", row["env"].rsplit("-v", 1)[0].lower())
+        name = f"{frame.attrs['algo']}_{task}.npz"
         np.savez(folder / name, **{**arrays, "config": json.dumps(about)})
         print(f"{run}: {name}, {about['mean']:.0f} ± {about['deviation']:.0f}", flush=True)
 

@@ -50,8 +50,8 @@ def setup_logger_kwargs(exp_name, seed=None, data_dir="data", datestamp=False):
     if exp_name in ("", ".", "..") or "/" in exp_name:
         raise UsageError(f"--exp-name must be a plain name, not {exp_name!r}")
     # A sweep sets the time, since it has to know the directories of its runs.
-    now = mpi.broadcast(f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
-    now = os.environ.get("SWEEP_DATESTAMP") or now
+    now = os.environ.get("SWEEP_DATESTAMP") or f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    now = mpi.broadcast(now)
     # bash does not expand ~ in --data-dir=~/runs.
     path = Path(os.path.expanduser(data_dir))
     path /= f"{now[:10]}_{exp_name}" if datestamp else exp_name

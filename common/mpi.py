@@ -6,6 +6,7 @@ lose counts above 2**24. MPI starts at the first call that needs it, never at im
 can still replace the process.
 """
 
+import contextlib
 import functools
 import math
 import os
@@ -26,8 +27,8 @@ def _mpi():
     """The module mpi4py.MPI, initialized by its import, or None where it is not installed.
 
     Raises:
-        RuntimeError: mpirun started several processes, but mpi4py does not see them: each would
-            take itself for rank 0 and overwrite the files of the others.
+        SystemExit: mpirun started several processes, but mpi4py does not see them: each would take
+            itself for rank 0 and overwrite the files of the others.
     """
     sizes = [os.environ[k] for k in ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE") if k in os.environ]
     try:
@@ -37,7 +38,7 @@ def _mpi():
     except (ImportError, RuntimeError) as e:  # RuntimeError: mpi4py found no MPI library to load
         MPI, size, why = None, 1, e
     if size == 1 and sizes not in ([], ["1"]):
-        raise RuntimeError(f"started under mpirun, but mpi4py does not work here: {why}")
+        sys.exit(f"started under mpirun, but mpi4py does not work here: {why}")
     return MPI
 
 
@@ -107,8 +108,8 @@ def gather(x):
 
 def abort(code):
     """End every rank at once with exit code `code`; with a single rank, end this process."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk
+        sys.stdout.flush()
     if num_procs() > 1:
         time.sleep(0.5)  # mpirun drops output that it has not passed on by then
         _mpi().COMM_WORLD.Abort(code)

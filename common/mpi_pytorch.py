@@ -4,6 +4,8 @@ import io
 import math
 import os
 import shutil
+import sys
+import sysconfig
 import warnings
 from pathlib import Path
 
@@ -32,14 +34,21 @@ def setup(device="cpu"):
         raise UsageError(f"--device {device} cannot be used: {str(e).splitlines()[0]}") from e
 
 
+def can_compile():
+    """Whether `torch.compile` finds what it needs: a C++ compiler and Python's header."""
+    mac, header = sys.platform == "darwin", Path(sysconfig.get_path("include"), "Python.h")
+    compiler = os.environ.get("CXX", "clang++" if mac else "g++")
+    return bool(shutil.which(compiler)) and (mac or header.exists())  # Debian: python3-dev
+
+
 def compile(function, device):
     """`torch.compile(function, fullgraph=True)`; on a GPU its graph is captured and replayed.
 
     `function` returns {name: tensor}. Compilation takes half a minute the first time. The function
-    itself is returned, with a warning, where there is no C++ compiler.
+    itself is returned, with a warning, where `can_compile` is false.
     """
-    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
-        warnings.warn("not compiled, and slower: there is no C++ compiler", stacklevel=2)
+    if not can_compile():
+        warnings.warn("not compiled, and slower: no C++ compiler, or no Python.h", stacklevel=2)
         return function
     torch._dynamo.config.trace_autograd_ops = True  # functions may call torch.autograd.grad
     capture = device.type == "cuda" and mpi.num_procs() == 1  # MPI cannot be part of a CUDA graph

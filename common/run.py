@@ -55,7 +55,7 @@ def fail(e):
     text += "".join(traceback.format_exception(e))
     if isinstance(e, KeyboardInterrupt):
         status, text, code = "interrupted", str(e), 128 + (stop_signal or signal.SIGINT)
-    elif isinstance(e, UsageError | MemoryError):  # NumPy says in a line which array was too large
+    elif isinstance(e, UsageError) or (isinstance(e, MemoryError) and str(e)):  # NumPy's says what
         text, code = f"error: {' '.join(str(e).split())}", 2
     if _logger and not isinstance(e, UsageError):
         with contextlib.suppress(Exception):  # the disk may be what failed

@@ -20,6 +20,7 @@ import sys
 import tempfile
 import tomllib
 import traceback
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,7 @@ def run_all(script, probes, folder):
         (label, exit code), in the order in which the runs end; each has left `folder`/label.
     """
     preload(script.read_text("utf-8"))
+    warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)  # no thread is at work
     running, waiting = {}, list(probes.items())
     try:
         while waiting or running:

@@ -80,7 +80,9 @@ def pytest_runtest_makereport():
 
 def needs_compiler():
     """Skip the test where `torch.compile` finds no C++ compiler."""
-    if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
+    from common.mpi_pytorch import can_compile
+
+    if not can_compile():
         pytest.skip("needs a C++ compiler")
 
 

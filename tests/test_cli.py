@@ -327,21 +327,23 @@ except SystemExit as e:
     assert run_source(tmp_path, source, 1).stdout == "143 False\n"
 
 
-def test_an_environment_that_calls_sys_exit_ends_all_ranks(tmp_path):
-    """Also before there is a run directory, as in its constructor."""
-    source = """
+@pytest.mark.parametrize("error", ["SystemExit(0)", "MemoryError"])
+def test_an_environment_that_calls_sys_exit_ends_all_ranks(tmp_path, error):
+    """Also before there is a run directory, as in its constructor; with a traceback."""
+    source = f"""
 from common import mpi, run
 from test_cli import Args
 
 def train(args):
     if mpi.proc_id() == 1:
-        raise SystemExit(0)
+        raise {error}
     mpi.reduce(1)
 
 run.main(train, Args)
 """
     done = run_source(tmp_path, source, 2, check=False)
     assert done.returncode and "failed on rank 1 of 2" in done.stderr
+    assert "Traceback" in done.stderr
 
 
 def test_all_that_an_environment_draws_from_is_seeded():

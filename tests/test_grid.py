@@ -171,7 +171,7 @@ BAD = {  # a word of the message: what is wrong, at the top of a sweep
     "--workers": ["workers = 0", "workers = true"], "--num-cpu": ['num_cpu = "all"'],
     "unknown key worker (perhaps workers?)": ["worker = 2"], "key colour": ["colour = 1"],
     "key what": ["what = 1"],
-    "script": ["script = 3"], "algos/x.py": ['script = "algos/x.py"'],
+    "script": ["script = 3", "script = []"], "algos/x.py": ['script = "algos/x.py"'],
     "no_such": ['script = "no_such:function"', 'script = "math:no_such"'],
 }
 BAD_PARAMS = {  # the same, in [params]
@@ -192,7 +192,7 @@ LINES = {  # the same, on a command line
     "missing.toml": ["missing.toml"], "missing.py": ["missing.py"], "sweep": ["--gamma 1", ""],
     "there may be options": ["bad.toml b.toml", "bad.toml --gamma 1"],
     "gama": [f"{FAKE} --gama 1"], "too long": [f"{FAKE} --gamma[{'x' * 300}] 0.9 1"],
-    "gamma": [f"{FAKE} --gamma", f"{FAKE} --gamma 0.9 --gamma 0.8"],
+    "gamma": [f"{FAKE} --gamma", f"{FAKE} --gamma {{[1]:2}}", f"{FAKE} --gamma 0.9 --gamma 0.8"],
     "workers": [f"{FAKE} --workers 0", f"{FAKE} --workers"], "x": [f"{FAKE} --dry-run x"],
 }
 # fmt: on
@@ -275,7 +275,9 @@ def test_dry_run_prints_commands_and_makes_nothing(main, tmp_path):
 
 
 def test_arguments_go_to_the_scripts_that_have_them(main):
-    Path("other_script.py").write_text(FAKE.read_text().replace("gamma", "discount"))
+    other = FAKE.read_text().replace("gamma: Unit = ", "discount: Annotated[float, Field(le=1)] = ")
+    other = f"from typing import Annotated\nfrom pydantic import Field\n{other}"
+    Path("other_script.py").write_text(other)
     text = f'name = "both"\nscript = ["{FAKE}", "other_script.py"]\n[params]\ngamma = [0.9, 0.8]\n'
     Path("a.toml").write_text(text)
     runs = grid.plan(grid.read_sweep("a.toml"))
@@ -321,6 +323,10 @@ def test_more_epochs_make_a_run_longer_and_other_arguments_leave_it(main, tmp_pa
     longer = table.read_text()
     assert longer.startswith(first) and returns(table.parent) == [1, 2, 3, 4, 5]
     assert "1 finished before" in main(write_sweep(sweep, "epochs = 4"))[1]
+    config = read(table.parent)
+    del config["gamma"]  # of a script that did not have it yet: it is the default
+    (table.parent / "config.json").write_text(json.dumps(config))
+    assert "1 finished before" in main(write_sweep(sweep))[1]
     code, out, _ = main(write_sweep(sweep, "gamma = 0.8\nseed = [0, 1]"))
     assert code == 1 and "1 another run, 1 finished" in out and "gamma was 0.99, is 0.8" in out
     assert "The same command" not in out
@@ -605,8 +611,21 @@ def test_scripts_from_python(tmp_path, monkeypatch):
     assert (config["ranks"], config["data_dir"]) == (2, f"{tmp_path}/home")
     assert grid.call_experiment("four", str(FAKE), datestamp=True)
     assert len([*Path("data").glob("2*_four/2*-four_s0/progress.txt")]) == 1
-    assert not grid.call_experiment("five", lambda: False)  # stopped before its end
+    assert not grid.call_experiment("five", lambda **kwargs: False, lr=1)  # stopped
     assert read_status(Path("data/five/five_s0/call"))["status"] == "interrupted"
+    before = contents(Path("data/five"))
+    for other in ({}, {"lr": 1, "batch": 2}):  # another run
+        assert not grid.call_experiment("five", lambda **kwargs: None, **other)
+    assert contents(Path("data/five")) == before
+
+    def die():
+        from common.mpi import proc_id
+
+        if proc_id() == 1:
+            time.sleep(0.5)
+            os._exit(3)
+
+    assert not grid.call_experiment("six", die, num_cpu=2)
 
 
 def test_options_of_a_grid_are_those_of_its_sweep(monkeypatch):

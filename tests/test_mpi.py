@@ -1,8 +1,13 @@
 """The MPI helpers, with real ranks."""
 
+import os
+import subprocess
+import sys
+import sysconfig
+
 import pytest
 import torch
-from conftest import mpi, needs_compiler, slow
+from conftest import ROOT, mpi, needs_compiler, slow
 
 from common import UsageError, mpi_pytorch
 from common import mpi as helpers
@@ -52,7 +57,16 @@ def test_ranks_that_mpi4py_does_not_see(tmp_path, mpi4py):
         assert "all well" in mpi(tmp_path, mpi4py + STATISTICS, 1).stdout
     result = mpi(tmp_path, mpi4py + STATISTICS, 2, check=False)
     assert result.returncode and "all well" not in result.stdout
-    assert "started under mpirun, but mpi4py does not work here" in result.stderr
+    assert result.stderr.count("started under mpirun, but mpi4py does not work here") == 2
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_abort_where_the_output_cannot_be_written():
+    words = [sys.executable, "-c", "from common.mpi import *; print(1); abort(3)"]
+    env = {**os.environ, "PYTHONUNBUFFERED": ""}  # to meet it at the end
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(words, stdout=full, cwd=ROOT, env=env).returncode == 3
 
 
 FORK = """
@@ -176,10 +190,14 @@ assert (tiny > 0).all() and (tiny / 4 == 0).all()
     mpi(tmp_path, source, 1)
 
 
-def test_not_compiled_without_a_compiler(monkeypatch):
+@pytest.mark.parametrize("missing", ["compiler", "header"])
+def test_not_compiled_without_a_compiler_or_a_header(monkeypatch, missing):
     """The function goes on as it is, and a line says so."""
-    monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
+    if missing == "compiler":
+        monkeypatch.setenv("PATH", "")
+    elif sys.platform != "darwin":
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: "/nowhere")
     with pytest.warns(UserWarning, match="not compiled, and slower"):
         assert mpi_pytorch.compile(abs, torch.device("cpu")) is abs
 

@@ -70,6 +70,9 @@ def test_collect_takes_runs_in_and_replaces_them(tmp_path):
     runs, curves = read(results)
     assert len(runs) == 3 and runs.status.tolist() == ["finished", "unknown", "finished"]
     assert curves[curves.run == "ppo_torch_Hopper-v4_s0"]["return"].tolist() == [8, 9, 10, 11]
+    for folder, w in (("a", 1), ("b", -1)):
+        write_run(tmp_path / "signs", 0, [w], env_kwargs={"w": w}, folder=folder)
+    assert report.collect([str(tmp_path / "signs")], results) == 2
     with pytest.raises(ValueError, match="starts with it"):
         report.collect([str(tmp_path / "nothing")], results)
     write_run(tmp_path / "mine", 0, [1], script="ppo_mine.py")

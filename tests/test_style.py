@@ -204,12 +204,12 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 898,
-    "common/ tokens": 9400,
+    "common/ lines": 905,
+    "common/ tokens": 9459,
     "common/ files": 9,
-    "benchmark/ lines": 2013,
-    "exercises/ lines": 724,
-    "tests/ lines": 5813,
+    "benchmark/ lines": 2021,
+    "exercises/ lines": 725,
+    "tests/ lines": 5859,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }

@@ -4,6 +4,8 @@ import itertools
 import json
 import re
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from conftest import ROOT, mpi
 from benchmark import report
 from benchmark import test_policy as tp
 from common import UsageError
+
+POLICIES = ROOT / "benchmark" / "policies"
 
 LOW, HIGH = np.float32([-1, 0, -3]), np.float32([1, 5, 7])
 OBS = np.array([0.3, -0.2, 0.1, 0.5])
@@ -271,9 +275,17 @@ def test_rendering_that_cannot_work_says_what_to_install(tmp_path):
         assert done.returncode == 2 and "--video" in done.stderr
 
 
+def test_ctrl_c_ends_without_a_traceback():
+    command = [sys.executable, ROOT / "benchmark/test_policy.py", POLICIES / "ppo_hopper.npz"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*command, "-n", "1000000"], **pipes)
+    assert b"ppo_torch.py" in process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == b"" and process.returncode == 130
+
+
 # Published ----------------------------------------------------------------------------------------
 
-POLICIES = ROOT / "benchmark" / "policies"
 ROWS = (POLICIES / "README.md").read_text()
 ROWS = re.findall(r"^\| \[(\w+\.npz)\].* (-?\d+) \| (\d+) \|$", ROWS, flags=re.M)
 
