@@ -345,8 +345,9 @@ def read_sweep(path, words=()):
         if unknown := data.keys() - (HINTS.keys() - {"what"}):
             hint = perhaps(min(unknown), ["script", "params", *HINTS])
             raise ValueError(f"unknown key {min(unknown)}{hint}")
-        flags.checked(Options, data)  # names the file; then the command line goes first
-        options = parse_args(Options, [*flags.to_words(HINTS, data), *words])
+        given = flags.checked(Options, data)  # 2.0 workers are 2
+        data = {key: getattr(given, key) for key in data}
+        options = parse_args(Options, [*flags.to_words(HINTS, data), *words])  # words win
         grid = ExperimentGrid(options.name or Path(path).stem)
         for key, value in tables["params"].items():
             long_form = isinstance(value, dict) and "vals" in value

@@ -207,7 +207,7 @@ LIMITS = {
     "common/ lines": 905,
     "common/ tokens": 9459,
     "common/ files": 9,
-    "benchmark/ lines": 2021,
+    "benchmark/ lines": 2022,
     "exercises/ lines": 725,
     "tests/ lines": 5859,
     "names from common/": 10,
