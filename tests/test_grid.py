@@ -296,9 +296,8 @@ def test_arguments_go_to_the_scripts_that_have_them(main):
 
 def test_a_sweep_runs_all_and_a_second_time_none(main, tmp_path):
     params = 'env_id = ["Hopper-v4", "Ant-v4"]\nseed = [0, 1]\nhidden_sizes = [[8, 4]]\n'
-    write_sweep(
-        tmp_path / "a.toml", params + '"env_kwargs:ctrl_cost_weight" = -1.5', "workers = 2.0"
-    )
+    params += '"env_kwargs:ctrl_cost_weight" = -1.5'
+    write_sweep(tmp_path / "a.toml", params, "workers = 2.0")
     code, out, _ = main("a.toml")
     assert code == 0 and "sweep: 4 runs, 4 finished, in" in out
     for env, seed in itertools.product(("hopper-v4", "ant-v4"), (0, 1)):

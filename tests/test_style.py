@@ -209,7 +209,7 @@ LIMITS = {
     "common/ files": 9,
     "benchmark/ lines": 2022,
     "exercises/ lines": 725,
-    "tests/ lines": 5859,
+    "tests/ lines": 5860,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
