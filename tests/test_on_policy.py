@@ -38,7 +38,7 @@ def test_gae_against_a_direct_sum(script, gamma, lam):
 def test_buffer(script):
     """Steps as they were stored, paths by their last steps; and it can be filled again."""
     buf = load_script(script).GAEBuffer(2, gym.spaces.Box(-1, 1, (3,)), 5)
-    o2 = np.zeros(2)
+    o2 = np.zeros(2, np.float32)
     for epoch in range(2):
         for t in range(5):
             buf.store([t, epoch], [t, 0, -t], 10 * t)
