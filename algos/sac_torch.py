@@ -133,7 +133,7 @@ class TwinLinear(nn.Module):
 
 
 class TwinQFunction(nn.Module):
-    """Q_1(s, a) and Q_2(s, a), which share nothing."""
+    """Q_1(s, a) and Q_2(s, a), which share nothing, if all parameters are of linear layers."""
 
     def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
         super().__init__()

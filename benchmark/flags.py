@@ -127,6 +127,7 @@ class Script:
     def __init__(self, path):
         self.path, self.name, self.label = Path(path), Path(path).stem, Path(path).name
         self.Args, self.hints = read_args(self.path)
+        sys.path.append(str(self.path.resolve().parent))  # where a script finds environments
 
     def takes(self, key):
         return key.split(":")[0] in self.hints
@@ -166,7 +167,8 @@ def read_args(path):
         exec(compile(ast.Module(body, []), str(path), "exec"), vars(module))
         return module.Args, typing.get_type_hints(module.Args)
     except Exception as e:  # it is code: anything may be wrong with it
-        raise UsageError(f"cannot read the flags of {path}: {printable(e)}") from e
+        text = "; of a script, only Args and its imports are executed"
+        raise UsageError(f"cannot read the flags of {path}: {printable(e)}{text}") from e
 
 
 class Function:

@@ -53,6 +53,7 @@ from common.args import NonNegInt, PosInt, parse_args
 LOG_STD_MIN, LOG_STD_MAX = -20, 2  # of a squashed Gaussian, as in the SAC scripts
 ADVICE = "rendering without a display needs EGL or OSMesa, with MUJOCO_GL=egl or osmesa: "
 ADVICE += "apt-get install libegl1 libgl1-mesa-dri, or libosmesa6"
+KNOWN = {"log_std", "act_noise", "act_low", "act_high", "obs_mean", "obs_std", "epoch", "config"}
 KINDS = {"activation": ("tanh", "relu")}
 KINDS |= {"distribution": ("categorical", "gaussian", "deterministic", "squashed_gaussian")}
 
@@ -88,6 +89,8 @@ def read_policy(path):
         arrays = read_npz(path)
         n = sum(name.startswith("weight_") for name in arrays)
         layers = [(arrays.pop(f"weight_{i}"), arrays.pop(f"bias_{i}")) for i in range(n)]
+        if other := sorted(arrays.keys() - KNOWN - KINDS.keys()):
+            print(f"test_policy.py: not used: {', '.join(other)} of {path}", file=sys.stderr)
         policy = {**arrays, "layers": layers, "epoch": int(arrays.get("epoch", -1))}
         for name, kinds in KINDS.items():
             policy[name] = str(arrays[name])

@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from datetime import datetime
 from pathlib import Path
 
@@ -121,15 +122,15 @@ class EpochLogger:
         """Set a column to a value, or columns to the statistics of what was stored under `key`.
 
         Args:
-            val: the value; if None, statistics are logged: `Average<key>` and `Std<key>`, with
-                `with_min_and_max` also `Max<key>` and `Min<key>`, with `average_only` just the
+            val: the value, rank 0's; if None, statistics are logged: `Average<key>` and `Std<key>`,
+                with `with_min_and_max` also `Max<key>` and `Min<key>`, with `average_only` just the
                 mean, under `key` itself. NaN where no rank stored anything.
 
         Raises:
             FloatingPointError: a loss or a return of this rank is NaN or infinite.
         """
         if val is not None:
-            self.row[key] = val.item() if isinstance(val, np.generic) else val
+            self.row[key] = val.item() if hasattr(val, "item") else val
             return
         numbers = self.stacked(key)
         if "Loss" in key or "EpRet" in key:
@@ -300,18 +301,24 @@ class EpochLogger:
 
         Args:
             state: what a resumed run has to restore: {name: object}, each with `state_dict()`, a
-                flat dict of arrays that are equal on all ranks, and `load_state_dict(arrays)`.
+                flat dict of arrays, and `load_state_dict(arrays)`. They are rank 0's: a warning
+                names those that are not equal on all ranks.
             policy: dict for policy.npz, of arrays, numbers and strings. A list `weights` of layers
                 (W [in, out], b [out]) is stored as weight_0, bias_0, weight_1, and so on.
             buffer: this rank's replay buffer, if there is one: `data` [size, width], whose row
-                i % size has the i-th transition, and `count`, the transitions ever stored. It is
-                left out after the last epoch, since it is large.
+                i % size has the i-th transition, and `count`, the transitions ever stored, equal
+                on all ranks. It is left out after the last epoch, since it is large.
 
         Raises:
             FloatingPointError: the state of this rank holds a NaN or an infinity.
+            ValueError: the ranks have stored different numbers of transitions.
             OSError: the disk is full, for example; the previous checkpoint is intact.
         """
         arrays = self._arrays(state)
+        sums = [zlib.crc32(np.ascontiguousarray(x)) for x in arrays.values()]
+        unequal = mpi.reduce(sums, "MIN") < mpi.reduce(sums, "MAX")
+        if odd := [name for name, differs in zip(arrays, unequal, strict=True) if differs]:
+            self.log_once(f"WARNING: the ranks have different {', '.join(odd)}")
         if mpi.proc_id() == 0:
             self.save_model()
             if policy is not None:
@@ -336,6 +343,8 @@ class EpochLogger:
         last = 0 < self.epochs == self.epoch
         if buffer is not None and not last:
             about["count"] = buffer.count
+            if mpi.reduce(buffer.count, "MIN") < mpi.reduce(buffer.count, "MAX"):
+                raise ValueError("the ranks have stored different numbers of transitions")
             rows = mpi.gather(buffer.data[: buffer.count])
             arrays |= {f"buffer/{rank}": x for rank, x in enumerate(rows)}
         if mpi.proc_id() == 0:

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from common import UsageError, cpu, files, mpi
 
@@ -137,9 +138,10 @@ class Adam:
             p -= step_size * m / (torch.sqrt(v) + epsilon)
 
     def state_dict(self):
-        """The moments and the step count, by name."""
-        moments = {"exp_avg": self.exp_avgs, "exp_avg_sq": self.exp_avg_sqs, "step": [self.steps]}
-        return {f"{name}/{i}": x for name, xs in moments.items() for i, x in enumerate(xs)}
+        """The moments, the step count and the step size, by name."""
+        state = {"exp_avg": self.exp_avgs, "exp_avg_sq": self.exp_avg_sqs}
+        state |= {"step": [self.steps], "lr": [self.lr]}
+        return {f"{name}/{i}": x for name, xs in state.items() for i, x in enumerate(xs)}
 
 
 class State:
@@ -179,10 +181,10 @@ def to_array(tensor):
 
 def layers(net):
     """Weights and biases of an nn.Sequential of linear layers: [(W [in, out], b [out]), ...]."""
-    linear = [layer for layer in net if hasattr(layer, "weight")]
-    if any(layer.weight.dim() != 2 for layer in linear):  # acting by part of it is worse
-        raise TypeError("export_policy and get_action know linear layers alone: change them, too")
-    return [(to_array(layer.weight.T), to_array(layer.bias)) for layer in linear]
+    linear, between = {type(x) for x in net[::2]}, {type(x) for x in net[1::2]}
+    if linear != {nn.Linear} or between - {nn.Tanh, nn.ReLU} or len(net) % 2 == 0:
+        raise TypeError("export_policy and get_action know no such network: change them, too")
+    return [(to_array(layer.weight.T), to_array(layer.bias)) for layer in net[::2]]
 
 
 def save_model(module, output_dir):

@@ -37,8 +37,10 @@ def actor(module, space):
 def test_layers_that_numpy_does_not_know_are_refused():
     from common.mpi_pytorch import layers
 
-    with pytest.raises(TypeError, match="get_action"):
-        layers(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)))
+    nn = torch.nn
+    for more in [nn.LayerNorm(2)], [nn.ReLU()], [nn.GELU(), nn.Linear(2, 2)], [nn.Linear(2, 2)]:
+        with pytest.raises(TypeError, match="get_action"):
+            layers(nn.Sequential(nn.Linear(2, 2), *more))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -298,7 +298,8 @@ def test_a_finished_run_keeps_no_buffer(tmp_path):
 
 
 def test_several_ranks(tmp_path):
-    """Each gets its own replay buffer back, and rank 0's state."""
+    """Each gets its own replay buffer back, and rank 0's state: a warning says what is different.
+    Buffers that do not hold as much are refused."""
     source = """
 import numpy as np
 from conftest import Buffer
@@ -314,9 +315,16 @@ for i in range(3):
     epoch(logger, Part(i + 1), saved)
     logger.release()
     reduce(0)  # until rank 0 has written
-print("all well", flush=True)
+logger, _ = resumed("run", part=part)
+epoch(logger, Part(proc_id()), saved)
+try:
+    epoch(logger, Part(), Buffer(4, 3 + proc_id()))
+except ValueError:
+    print("all well", flush=True)
 """
-    assert mpi(tmp_path, source, 2, cwd=tmp_path).stdout.count("all well") == 2
+    said = mpi(tmp_path, source, 2, cwd=tmp_path).stdout
+    assert said.count("all well") == 2
+    assert said.count("WARNING") == said.count("WARNING: the ranks have different part/w\n") == 1
 
 
 # Damage -------------------------------------------------------------------------------------------

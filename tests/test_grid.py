@@ -643,9 +643,11 @@ def test_options_of_a_grid_are_those_of_its_sweep(monkeypatch):
 def test_an_environment_of_ones_own_is_found(main, tmp_path):
     maker = "gymnasium.envs.classic_control:CartPoleEnv"
     text = f"from gymnasium import register\nregister('Mine-v0', '{maker}')\n"
-    (tmp_path / "my_envs.py").write_text(text)
-    assert main(FAKE, "--env-id", "my_envs:Mine-v0", "--dry-run")[0] == 0
-    code, _, said = main(FAKE, "--env-id", "my_envs:Mine-v0", "my_envs:Other-v0", "--dry-run")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project/my_envs.py").write_text(text)  # beside the script
+    script = shutil.copy(FAKE, tmp_path / "project")
+    assert main(script, "--env-id", "my_envs:Mine-v0", "--dry-run")[0] == 0
+    code, _, said = main(script, "--env-id", "my_envs:Mine-v0", "my_envs:Other-v0", "--dry-run")
     assert code == 2 and "Other" in said
 
 

@@ -376,7 +376,7 @@ def test_spinning_ups_methods(tmp_path):
     logger.store(Ret=1.0, V=np.arange(4.0))
     logger.store(Ret=3.0)
     assert logger.get_stats("Ret") == (2.0, 1.0)
-    logger.log_tabular(key="Epoch", val=0)
+    logger.log_tabular(key="Epoch", val=mock.Mock(item=lambda: 0))  # as a tensor
     logger.log_tabular("Ret", None, True)
     logger.log_tabular("V", average_only=True)
     logger.dump_tabular()
@@ -406,7 +406,12 @@ def in_torch(logger):
     loss = lambda: ((net(torch.tensor(X)) - alpha) ** 2).mean()  # noqa: E731
     values = lambda: [x.detach().clone() for x in (*net.parameters(), alpha)]  # noqa: E731
     state = mpi_pytorch.State(net=net, alpha=alpha, optimizer=optimizer)
-    return lambda: optimizer.minimize(loss()), values, state
+
+    def step():
+        optimizer.minimize(loss())
+        optimizer.lr.mul_(0.5)
+
+    return step, values, state
 
 
 def in_tf1(logger):

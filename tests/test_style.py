@@ -204,12 +204,12 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 905,
-    "common/ tokens": 9459,
+    "common/ lines": 914,
+    "common/ tokens": 9611,
     "common/ files": 9,
-    "benchmark/ lines": 2022,
+    "benchmark/ lines": 2027,
     "exercises/ lines": 725,
-    "tests/ lines": 5860,
+    "tests/ lines": 5875,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }

@@ -66,9 +66,11 @@ def command_line(*args, **env):
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
-def test_categorical(tmp_path, activation):
-    saved = arrays([4, 8, 3], "categorical", activation)
+def test_categorical(tmp_path, activation, capsys):
+    """And arrays that acting ignores are named."""
+    saved = arrays([4, 8, 3], "categorical", activation, ln_scale=np.ones(8))
     policy, logits, rng = load(tmp_path, saved), output(saved, OBS), np.random.default_rng(0)
+    assert "not used: ln_scale of " in capsys.readouterr().err
     assert tp.act(policy, OBS, rng, deterministic=True) == np.argmax(logits)
     p = np.exp(logits - logits.max())
     counts = np.bincount([tp.act(policy, OBS, rng) for _ in range(8000)], minlength=3) / 8000
