@@ -209,7 +209,7 @@ LIMITS = {
     "common/ files": 9,
     "benchmark/ lines": 2027,
     "exercises/ lines": 725,
-    "tests/ lines": 5875,
+    "tests/ lines": 5876,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }

@@ -279,8 +279,9 @@ def test_rendering_that_cannot_work_says_what_to_install(tmp_path):
 
 def test_ctrl_c_ends_without_a_traceback():
     command = [sys.executable, ROOT / "benchmark/test_policy.py", POLICIES / "ppo_hopper.npz"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([*command, "-n", "1000000"], **pipes)
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    how["preexec_fn"] = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # jobs may ignore it
+    process = subprocess.Popen([*command, "-n", "1000000"], **how)
     assert b"ppo_torch.py" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=60)[1] == b"" and process.returncode == 130
