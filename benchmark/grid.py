@@ -345,8 +345,8 @@ def read_sweep(path, words=()):
         if unknown := data.keys() - (HINTS.keys() - {"what"}):
             hint = perhaps(min(unknown), ["script", "params", *HINTS])
             raise ValueError(f"unknown key {min(unknown)}{hint}")
-        given = flags.checked(Options, data)
-        data = {k: getattr(given, k) if isinstance(x, float) else x for k, x in data.items()}  # 2.0
+        given = flags.checked(Options, data)  # names the file if it is wrong; 2.0 becomes 2
+        data = {k: getattr(given, k) if isinstance(x, float) else x for k, x in data.items()}
         options = parse_args(Options, [*flags.to_words(HINTS, data), *words])  # words win
         grid = ExperimentGrid(options.name or Path(path).stem)
         for key, value in tables["params"].items():
