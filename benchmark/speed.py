@@ -2,6 +2,7 @@
 
     python benchmark/speed.py ranks ppo_torch               two ranks against one
     python benchmark/speed.py pair ppo_tf1 ppo_torch        two scripts side by side
+    python benchmark/speed.py gpu sac_torch                 --device cuda against the CPU
     python benchmark/speed.py sb3 ppo_torch                 against Stable-Baselines3's PPO
     python benchmark/speed.py sbx sac_torch --batch-size 256    against SBX's (JAX)
     python benchmark/speed.py table                         all rows of benchmark/results/speed.md
@@ -67,7 +68,7 @@ DIGITS = {"first": 0, "second": 0, "ratio": 2, "ms/step": 3, "env": 3, "products
 
 @dataclass
 class Args:
-    what: Positional[Literal["ranks", "pair", "sb3", "sbx", "table"]]
+    what: Positional[Literal["ranks", "pair", "gpu", "sb3", "sbx", "table"]]
     scripts: Positional[tuple[str, ...]] = ()  # one script, by name; two for pair; rows of table
     env_id: str = "HalfCheetah-v4"  # environment
     epochs: PosInt = 6  # epochs of 4000 steps per run; the first one warms up
@@ -78,12 +79,13 @@ class Args:
     out: str = str(PAGE)  # of table; its numbers are in a CSV file beside it
 
 
-def rate(script, args, ranks=1):
+def rate(script, args, ranks=1, device=None):
     """A script's environment steps per second, without the first epoch, which may compile."""
     with tempfile.TemporaryDirectory() as data_dir:
         command = [find_mpirun(), "-np", str(ranks)] if ranks > 1 else []
         command += [sys.executable, str(ROOT / "algos" / f"{script}.py"), "--env-id", args.env_id]
         command += ["--epochs", str(args.epochs), "--exp-name", "speed", "--data-dir", data_dir]
+        command += ["--device", device] if device else []
         if off_policy(script):
             command += ["--start-steps", "1000", "--num-test-episodes", "1"]
             command += ["--batch-size", str(args.batch_size)]
@@ -118,13 +120,14 @@ def peer_rate(module, script, args):
 def measure(args):
     """Measure what one command line asks for, pair by pair: {column of HEADER: value}."""
     if len(args.scripts) != (2 if args.what == "pair" else 1):
-        raise UsageError("pair takes two scripts, and ranks, sb3 and sbx take one")
+        raise UsageError("pair takes two scripts, all others take one")
     if args.epochs == 1:
         raise UsageError("--epochs must be at least 2: the first one warms up")
     script, other = args.scripts[0], args.scripts[-1]  # the same, but for a pair
     rates = []
     for i in range(args.pairs):
-        first = rate(script, args, ranks=2 if args.what == "ranks" else 1)
+        device = "cuda" if args.what == "gpu" else None
+        first = rate(script, args, ranks=2 if args.what == "ranks" else 1, device=device)
         peer = PEERS.get(args.what)
         second = peer_rate(peer, script, args) if peer else rate(other, args)
         rates.append((first, second))

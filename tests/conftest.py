@@ -35,7 +35,7 @@ class NoTensorFlow:
     """In place of common.mpi_tf1 where TensorFlow is not installed: importing from it skips."""
 
     def __getattr__(self, name):
-        if name.startswith("__"):  # somebody who looks at all modules, as Hypothesis does
+        if name not in ("tf", "setup"):  # for Hypothesis and pickle, which look at all modules
             raise AttributeError(name)
         pytest.skip("needs TensorFlow", allow_module_level=True)
 

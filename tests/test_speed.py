@@ -67,6 +67,7 @@ def test_every_flag_reaches_what_is_measured(tmp_path, monkeypatch, capsys):
         # The first epoch takes 100 s, those after it 1, 2, 3, 4 and 5.
         epochs = np.arange(int(given["--epochs"]))
         rate = ranks * len(given["--env-id"]) * int(given.get("--batch-size", 400)) / 400
+        rate *= 3 if given.get("--device") == "cuda" else 1
         table = {"TotalEnvInteracts": 60 * rate * epochs, "Time": 100 + epochs * (epochs + 1) / 2}
         pd.DataFrame(table).to_csv(path / "progress.txt", sep="\t", index=False)
         return subprocess.CompletedProcess(command, 0)
@@ -77,6 +78,7 @@ def test_every_flag_reaches_what_is_measured(tmp_path, monkeypatch, capsys):
         ("pair ppo_torch sac_torch --epochs 3 --pairs 1", 560, 140, 2),
         ("pair ppo_torch sac_torch --env-id Ant-v4 --batch-size 200", 120, 60, 6),
         ("ranks ppo_torch --pairs 2", 560, 280, 4),
+        ("gpu ppo_torch --pairs 1", 840, 280, 2),
         ("sb3 ppo_torch", 280, 15, 6),
         ("sbx sac_torch --batch-size 200 --env-id Ant-v4", 60, 206, 6),
         ("sb3 sac_torch --peer-switched --peer-python other", 70, 1114, 6),
@@ -94,7 +96,7 @@ def test_every_flag_reaches_what_is_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", argv)
     speed.main()
     assert "| ranks ppo_torch | 560 | 280 |" in Path(page).read_text()
-    assert capsys.readouterr().err == "pair takes two scripts, and ranks, sb3 and sbx take one\n"
+    assert capsys.readouterr().err == "pair takes two scripts, all others take one\n"
 
 
 def test_what_is_committed_is_what_the_command_makes():

@@ -207,9 +207,9 @@ LIMITS = {
     "common/ lines": 914,
     "common/ tokens": 9611,
     "common/ files": 9,
-    "benchmark/ lines": 2027,
+    "benchmark/ lines": 2029,
     "exercises/ lines": 725,
-    "tests/ lines": 5876,
+    "tests/ lines": 5919,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
