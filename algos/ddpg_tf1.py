@@ -67,7 +67,7 @@ class Args:
     update_after: NonNegInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
     num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, all ranks together
-    polyak: Unit = 0.995  # share of the target networks that an update of them keeps
+    polyak: Unit = 0.995  # weight of the old target networks in each update of them
     # DDPG
     pi_lr: PosFloat = 1e-3  # learning rate of the policy
     q_lr: PosFloat = 1e-3  # learning rate of the Q function

@@ -3,8 +3,8 @@
     python algos/ppo_tf1.py --env-id CartPole-v1
     mpirun -np 4 python algos/ppo_tf1.py --env-id Hopper-v4
 
-From one batch of experience, take many steps up the clipped objective (eq. 7). It stops rewarding
-an action once the ratio of its new to its old probability is above 1 + eps where the advantage A
+From one batch of experience, take many steps up the clipped objective (eq. 7). It gains nothing
+more once the ratio of an action's new to its old probability is above 1 + eps where the advantage A
 is positive, or below 1 - eps where A is negative:
 
     ratio      = pi(a|s) / pi_old(a|s)
@@ -68,9 +68,9 @@ class Args:
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
     minibatch_size: NonNegInt = 0  # samples per gradient step, all ranks together; 0: whole epoch
     norm_obs: bool = False  # normalize observations by their mean and standard deviation so far
-    norm_rew: bool = False  # normalize rewards by the standard deviation of discounted returns
+    norm_rew: bool = False  # divide rewards by the deviation of their discounted sum so far
     # PPO
-    clip_ratio: PosFloat = 0.2  # eps: how far the objective rewards moving the policy
+    clip_ratio: PosFloat = 0.2  # eps: how far from 1 a ratio can raise the objective
     pi_lr: PosFloat = 3e-4  # learning rate of the policy
     anneal_lr: bool = False  # lower pi_lr linearly, to 0 at the end of the run
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
@@ -236,7 +236,7 @@ def gae(rew, val, last, last_val, gamma, lam):
         adv, ret: arrays [N] float64.
     """
     adv, ret = np.zeros(len(rew)), np.zeros(len(rew))
-    rew, val = rew.tolist(), val.tolist()  # one by one, Python's numbers are faster than NumPy's
+    rew, val = rew.tolist(), val.tolist()  # one by one, floats are faster than NumPy's scalars
     end_val = dict(zip(last.tolist(), last_val.tolist(), strict=True))
     for t in reversed(range(len(rew))):
         if t in end_val:

@@ -4,8 +4,8 @@
     mpirun -np 4 python algos/sac_tf1.py --env-id Hopper-v4
 
 Like TD3, but the policy is stochastic, and its objective includes its entropy, weighted by alpha.
-It follows the smaller of the two Qs, not Q_1. There is no target policy and no delay: the next
-action a' is sampled from the current policy. As in the second paper, there is no value network.
+The policy follows the smaller of the two Qs, not Q_1. There is no target policy and no delay: the
+next action a' is drawn from the current policy. As in the second paper, there is no value network.
 
     y        = r + gamma (1 - d) (min_i Q_targ,i(s', a') - alpha log pi(a'|s'))
     L(Q_i)   = E[ (Q_i(s, a) - y)^2 ]
@@ -67,7 +67,7 @@ class Args:
     update_after: NonNegInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
     num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, all ranks together
-    polyak: Unit = 0.995  # share of the target networks that an update of them keeps
+    polyak: Unit = 0.995  # weight of the old target networks in each update of them
     # SAC
     lr: PosFloat = 1e-3  # learning rate of the policy, the Q functions and alpha
     alpha: NonNegFloat | Literal["auto"] = 0.2  # weight of the entropy; auto: entropy near -act_dim
@@ -289,7 +289,8 @@ def train(args):
     loss_q = compute_loss_q(q1, q2, backup)
     train_q = q_optimizer.minimize(loss_q, q_vars)
 
-    # Policy: gradient ascent on the smaller Q plus the entropy; pi_optimizer leaves Q as it is.
+    # Policy: gradient ascent on the smaller Q plus alpha times the entropy; pi_optimizer leaves
+    # Q as it is.
     with tf.control_dependencies([train_q]):
         loss_pi, logp_pi = compute_loss_pi(ac, obs_ph, noise_ph[1], alpha)
         train_pi = pi_optimizer.minimize(loss_pi, pi_vars)

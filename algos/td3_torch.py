@@ -71,13 +71,13 @@ class Args:
     update_after: NonNegInt = 1000  # steps before the first update, all ranks together
     update_every: PosInt = 50  # steps of each rank between two blocks of gradient steps
     num_test_episodes: NonNegInt = 10  # episodes without noise after each epoch, all ranks together
-    polyak: Unit = 0.995  # share of the target networks that an update of them keeps
+    polyak: Unit = 0.995  # weight of the old target networks in each update of them
     # TD3
     pi_lr: PosFloat = 1e-3  # learning rate of the policy
     q_lr: PosFloat = 1e-3  # learning rate of the Q functions
     act_noise: NonNegFloat = 0.1  # standard deviation of the noise on actions in [-1, 1]
     target_noise: NonNegFloat = 0.2  # standard deviation of the noise on target actions
-    noise_clip: NonNegFloat = 0.5  # bound of that noise
+    noise_clip: NonNegFloat = 0.5  # bound of the noise on target actions
     policy_delay: PosInt = 2  # gradient steps of the Q functions for each one of the policy
 
 
@@ -129,7 +129,7 @@ class TwinLinear(nn.Module):
 
 
 class TwinQFunction(nn.Module):
-    """Q_1(s, a) and Q_2(s, a), which share nothing, if all parameters are of linear layers."""
+    """Q_1(s, a) and Q_2(s, a), which share no parameters if only linear layers have any."""
 
     def __init__(self, obs_dim, act_dim, hidden_sizes, activation, rng):
         super().__init__()
@@ -215,7 +215,7 @@ class ReplayBuffer:
 
 
 def compute_backup(ac_targ, rew, obs2, done, noise, target_noise, noise_clip, gamma):
-    """y = r + gamma (1 - d) min_i Q_targ,i(s', a') [B]; a' = clip(pi_targ(s') + clipped noise).
+    """y = r + gamma (1 - d) min_i Q_targ,i(s', a'), [B]; a' = clip(pi_targ(s') + clipped noise).
 
     rew, done [B], obs2 [B, obs_dim], noise [B, act_dim] standard normal.
     """

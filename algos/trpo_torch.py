@@ -71,14 +71,14 @@ class Args:
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
     minibatch_size: NonNegInt = 0  # samples per step on V, all ranks together; 0: whole epoch
     norm_obs: bool = False  # normalize observations by their mean and standard deviation so far
-    norm_rew: bool = False  # normalize rewards by the standard deviation of discounted returns
+    norm_rew: bool = False  # divide rewards by the deviation of their discounted sum so far
     # TRPO
     algo: Literal["trpo", "npg"] = "trpo"  # npg: natural policy gradient, without the line search
     delta: PosFloat = 0.01  # KL divergence that a policy step may reach
     damping_coeff: NonNegFloat = 0.1  # added to the diagonal of the Fisher matrix
     cg_iters: PosInt = 10  # iterations of conjugate gradient
     backtrack_iters: PosInt = 10  # maximum number of steps tried in the line search
-    backtrack_coeff: Unit = 0.8  # length of each of them, as a share of the one before
+    backtrack_coeff: Unit = 0.8  # length of each step tried, as a share of the one before
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
     train_v_iters: NonNegInt = 80  # value function steps per epoch
     lam: Unit = 0.97  # lambda of GAE
@@ -251,7 +251,7 @@ def gae(rew, val, last, last_val, gamma, lam):
         adv, ret: arrays [N] float64.
     """
     adv, ret = np.zeros(len(rew)), np.zeros(len(rew))
-    rew, val = rew.tolist(), val.tolist()  # one by one, Python's numbers are faster than NumPy's
+    rew, val = rew.tolist(), val.tolist()  # one by one, floats are faster than NumPy's scalars
     end_val = dict(zip(last.tolist(), last_val.tolist(), strict=True))
     for t in reversed(range(len(rew))):
         if t in end_val:
@@ -279,7 +279,7 @@ def minibatches(iters, minibatch_size, size, rng):
 
 
 def compute_loss_pi(logp, logp_old, adv):
-    """The surrogate objective, negated: -E[ratio A].
+    """TRPO's objective, negated: -E[ratio A].
 
     Args:
         logp, logp_old, adv: [B], log-probabilities under the new and the old policy; advantages.
@@ -313,7 +313,7 @@ def conjugate_gradient(Ax, b, iters):
     """Solve A x = b for a symmetric positive definite A (Hestenes and Stiefel 1952).
 
     Args:
-        Ax: function from an array [D] to A times it.
+        Ax: function from an array [D] to A times it; A is a matrix here, not the advantage.
         b: array [D] float64.
         iters: maximum number of iterations; without rounding, x is exact after at most D of them,
             and more change nothing.
@@ -343,7 +343,7 @@ def natural_step(fisher, g, delta, cg_iters):
         g: array [D] float64, gradient of the loss.
 
     Returns:
-        array [D] float64; zeros where x^T H x is not positive and finite: g = 0, say.
+        array [D] float64; zeros if x^T H x is not positive and finite, as where g = 0.
     """
     x = conjugate_gradient(fisher, g, cg_iters)
     xHx = x @ fisher(x)
@@ -418,8 +418,8 @@ def train(args):
         grad_kl = flat_grad(ac.pi.kl(dist_old, ac.pi.dist(obs)), pi_params, create_graph=True)
         step = natural_step(partial(fisher, grad_kl), g, args.delta, args.cg_iters)
 
-        # Line search: the longest step that keeps to the KL and improves the objective. Both are
-        # averaged, so that all ranks take the same step.
+        # Line search: the longest step tried that stays within the KL bound and does not make the
+        # objective worse. Both are averaged, so that all ranks take the same step.
         params = nn.utils.parameters_to_vector(pi_params).detach().cpu().double().numpy()
         loss_pi_start = mpi.avg(loss_pi_old)
         for i in range(args.backtrack_iters):

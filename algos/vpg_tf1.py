@@ -1,10 +1,11 @@
-"""Vanilla Policy Gradient (Williams 1992; Sutton et al. 2000), with a learned baseline.
+"""Vanilla Policy Gradient (Williams 1992; Sutton et al. 2000), with a learned baseline, V.
 
     python algos/vpg_tf1.py --env-id CartPole-v1
     mpirun -np 4 python algos/vpg_tf1.py --env-id Hopper-v4
 
-From one batch of experience, take one step up the gradient of the expected return J. It makes
-actions that turned out better than expected more likely; the advantage A says how much better:
+From one batch of experience, take one step up the gradient of the expected discounted return J.
+Actions that turned out better than expected become more likely; the advantage A says how much
+better:
 
     grad J(pi) = E[ grad log pi(a|s) A ]
 
@@ -63,7 +64,7 @@ class Args:
     hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
     norm_obs: bool = False  # normalize observations by their mean and standard deviation so far
-    norm_rew: bool = False  # normalize rewards by the standard deviation of discounted returns
+    norm_rew: bool = False  # divide rewards by the deviation of their discounted sum so far
     # VPG
     pi_lr: PosFloat = 3e-4  # learning rate of the policy
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
@@ -227,7 +228,7 @@ def gae(rew, val, last, last_val, gamma, lam):
         adv, ret: arrays [N] float64.
     """
     adv, ret = np.zeros(len(rew)), np.zeros(len(rew))
-    rew, val = rew.tolist(), val.tolist()  # one by one, Python's numbers are faster than NumPy's
+    rew, val = rew.tolist(), val.tolist()  # one by one, floats are faster than NumPy's scalars
     end_val = dict(zip(last.tolist(), last_val.tolist(), strict=True))
     for t in reversed(range(len(rew))):
         if t in end_val:

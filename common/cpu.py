@@ -22,13 +22,13 @@ def tune_torch():
     global mkl
     import torch
 
-    torch.set_num_threads(mpi.threads_per_rank())  # ranks that each took all would fight for them
+    torch.set_num_threads(mpi.threads_per_rank())  # if each took all cores, all would be slow
     # Adam's moments of dead units decay below 1e-38, where CPUs are slow. TensorFlow does the same.
     torch.set_flush_denormal(True)
     mkl = switch_mkl(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
     # MKL picks a function's code at the first call. If several threads make this call at once, one
-    # of them can get code of low accuracy (pytorch issue 188792): errors of 1e-4, in one of some
-    # hundred runs. So a single thread makes the first call.
+    # of them can get code of low accuracy (pytorch issue 188792): errors of 1e-4, in one run
+    # of several hundred. So a single thread makes the first call.
     for name in OF_MKL:
         getattr(torch, name)(torch.ones(1))
     # Let glibc keep up to 32 MB of freed memory, not 128 kB: activations soon need it again.

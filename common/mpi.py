@@ -111,7 +111,7 @@ def abort(code):
     with contextlib.suppress(OSError):  # a full disk
         sys.stdout.flush()
     if num_procs() > 1:
-        time.sleep(0.5)  # mpirun drops output that it has not passed on by then
+        time.sleep(0.5)  # Abort makes mpirun drop output that it has not yet passed on
         _mpi().COMM_WORLD.Abort(code)
     os._exit(code)
 

@@ -19,7 +19,7 @@ def setup(device="cpu"):
     """Prepare this rank, and find the device.
 
     Returns:
-        the torch.device of that name; ranks take turns at the GPUs if `device` is plain "cuda".
+        the torch.device of that name; plain "cuda" spreads the ranks over all GPUs.
 
     Raises:
         UsageError: there is no such device.
@@ -127,7 +127,7 @@ class Adam:
     def apply_gradients(self, grads):
         """Take one step; grads: one tensor per parameter."""
         self.steps += 1
-        # beta^t as exp(t log beta): the compiler computes exp once, but a power per parameter.
+        # beta^t as exp(t log beta): a compiled power would be computed anew for each parameter.
         correction1 = 1 - torch.exp(self.steps * math.log(self.beta1))
         correction2 = torch.sqrt(1 - torch.exp(self.steps * math.log(self.beta2)))
         step_size = (self.lr * correction2 / correction1).float()

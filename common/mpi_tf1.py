@@ -88,10 +88,10 @@ def avg_tensor(x):
 
 
 class Adam:
-    """Adam (Kingma and Ba 2015, arXiv:1412.6980, algorithm 1) on gradients averaged over ranks.
+    """Adam (Kingma and Ba 2015, arXiv:1412.6980) on gradients averaged over all ranks.
 
-    The numbers of torch.optim.Adam: epsilon is added to the square root of the bias-corrected
-    second moment, where TensorFlow's own Adam adds it to the uncorrected one.
+    It gives the numbers of torch.optim.Adam: epsilon is added to the square root of the
+    bias-corrected second moment, where TensorFlow's own Adam adds it to the uncorrected one.
 
     Args:
         lr, beta1, beta2, epsilon: as in the paper; floats. `lr` may be a tensor of float64.
@@ -100,7 +100,7 @@ class Adam:
 
     def __init__(self, lr, beta1=0.9, beta2=0.999, epsilon=1e-8, name="adam"):
         self.lr, self.epsilon, self.name = lr, epsilon, name
-        self.beta1, self.beta2 = np.float32(beta1), np.float32(beta2)  # what the kernel computes in
+        self.beta1, self.beta2 = np.float32(beta1), np.float32(beta2)  # as the kernel computes
 
     def compute_gradients(self, loss, var_list):
         """Returns [(gradient, variable), ...], the gradients averaged over all ranks."""

@@ -55,12 +55,12 @@ def fail(e):
     text += "".join(traceback.format_exception(e))
     if isinstance(e, KeyboardInterrupt):
         status, text, code = "interrupted", str(e), 128 + (stop_signal or signal.SIGINT)
-    elif isinstance(e, UsageError) or (isinstance(e, MemoryError) and str(e)):  # NumPy's says what
+    elif isinstance(e, UsageError) or (isinstance(e, MemoryError) and str(e)):  # NumPy says why
         text, code = f"error: {' '.join(str(e).split())}", 2
     if _logger and not isinstance(e, UsageError):
         with contextlib.suppress(Exception):  # the disk may be what failed
             _logger.close(status, f"{type(e).__name__}: {e}")
-    time.sleep(2 if mpi.proc_id() else 0)  # rank 0 reports what all ranks meet
+    time.sleep(2 if mpi.proc_id() else 0)  # where all fail alike, rank 0 reports it
     text = "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text)
     print(f"{os.path.basename(sys.argv[0])}: {text}", file=sys.stderr)
     mpi.abort(code)
@@ -199,7 +199,7 @@ class RunningMeanStd:
         self.load(self.sums + mpi.reduce([np.sum(x**k, axis=0) for k in range(3)]))
 
     def load(self, sums):
-        """Go back to the `sums` of before."""
+        """Restore saved `sums`."""
         self.sums = sums
         n, total, squares = sums
         if n.any():

@@ -148,7 +148,7 @@ def train(tmp_path, script, *flags, ranks=1):
 
 @pytest.mark.parametrize("script, ranks", [("trpo_torch", 1), slow("trpo_tf1", 2)])
 def test_line_search(tmp_path, script, ranks):
-    """Where the quadratic model overshoots, shorter steps are tried until one keeps to the KL."""
+    """Where the quadratic model overshoots, shorter steps are tried until one is in bounds."""
     overshoots = ["--damping-coeff", 0.001, "--delta", 1]
     table = train(tmp_path, script, *overshoots, ranks=ranks)
     taken = table.BacktrackIters < 10
