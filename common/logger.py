@@ -267,7 +267,7 @@ class EpochLogger:
             own[own_rows] = buffer.data[:count]
         if not wrong:
             fits = lambda k: k in arrays and arrays[k].shape == np.shape(own[k])  # noqa: E731
-            wrong = [f"its checkpoint has no {k} of this shape" for k in own if not fits(k)]
+            wrong = [f"its checkpoint has no {k} that fits" for k in own if not fits(k)]
         if wrong:
             raise UsageError(f"cannot resume {self.output_dir}: {', '.join(wrong)}")
         for key, version in now["versions"].items():
