@@ -91,7 +91,7 @@ class Fault:
     def signal(self, name, twice=None):
         os.kill(launcher(), getattr(signal, name.upper()))
         if twice:
-            time.sleep(1.5)  # within a second it would count as one
+            time.sleep(2.5)  # two that arrive within a second count as one
             self.signal(name)
             time.sleep(30)  # it takes a moment to arrive, and nothing more may happen before
 
