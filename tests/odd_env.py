@@ -22,7 +22,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box
 
-from common import logger, mpi
+from common import logger, mpi, run
 
 
 class Fault:
@@ -91,7 +91,9 @@ class Fault:
     def signal(self, name, twice=None):
         os.kill(launcher(), getattr(signal, name.upper()))
         if twice:
-            time.sleep(2.5)  # two that arrive within a second count as one
+            while run.stop_signal is None:  # not arrived yet
+                time.sleep(0.01)
+            time.sleep(1.5)  # within a second it would count as one
             self.signal(name)
             time.sleep(30)  # it takes a moment to arrive, and nothing more may happen before
 

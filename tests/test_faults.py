@@ -209,7 +209,7 @@ KILLED = [("ppo_torch", 1), slow("ppo_torch", 2), slow("ppo_tf1", 1), slow("sac_
 @pytest.mark.parametrize("script, ranks", KILLED)
 def test_killed_at_random_until_finished(tmp_path, script, ranks):
     """kill -9 at random moments until the run gets through; every attempt goes forward."""
-    words = flags(script, data_dir=tmp_path, epochs=24, steps_per_epoch=100)
+    words = flags(script, data_dir=tmp_path, epochs=60 // ranks, steps_per_epoch=100)
     run(script, *words, "--exp-name", "whole", ranks=ranks)
     rng, kills, directory = random.Random(1), 0, run_dir(tmp_path, "killed")
     while True:

@@ -78,7 +78,7 @@ def test_a_job_array_is_warned_requeued_and_resumed(tmp_path):
     """But for what fails, which is submitted again on request."""
     tmp_path = tmp_path / "a path"
     tmp_path.mkdir()
-    params = "fail_at = [-1, 1]\nepochs = 12\nepoch_seconds = 0.2"
+    params = "fail_at = [-1, 1]\nepochs = 12\nepoch_seconds = 0.5"
     name = write_sweep(tmp_path, params, "time = 5")
     done = submit(tmp_path)
     assert done.returncode == 0, done.stderr
