@@ -680,6 +680,7 @@ def test_a_second_signal_stops_at_once(tmp_path):
     sweep = write_sweep(tmp_path / "a.toml", "epoch_seconds = 600", "num_cpu = 2")
     process = start_grid(tmp_path, sweep)
     wait_for(lambda: (tmp_path / "data/sweep/sweep_s0/status.json").exists())
+    time.sleep(0.3)  # rank 1 may still be starting
     process.send_signal(signal.SIGTERM)
     log = tmp_path / "data/sweep/sweep_s0/launch.log"
     wait_for(lambda: "stopping at the end of this epoch" in log.read_text())

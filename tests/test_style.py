@@ -209,7 +209,7 @@ LIMITS = {
     "common/ files": 9,
     "benchmark/ lines": 2029,
     "exercises/ lines": 725,
-    "tests/ lines": 5930,
+    "tests/ lines": 5931,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
