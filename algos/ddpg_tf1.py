@@ -4,7 +4,7 @@
     mpirun -np 4 python algos/ddpg_tf1.py --env-id Hopper-v4
 
 Learn Q from replayed experience by the Bellman equation, and a deterministic policy by gradient
-ascent on Q. Slowly updated copies of both networks, the targets, value the next state in the
+ascent on Q. Slowly updated copies of both networks, the targets, evaluate the next state in the
 equation's right-hand side y, called the backup:
 
     y     = r + gamma (1 - d) Q_targ(s', pi_targ(s'))
@@ -80,7 +80,7 @@ class Args:
 class MLP:
     """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
 
-    Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
+    Weights and biases are uniform in +-1 / sqrt(fan-in), as in PyTorch, drawn with NumPy:
     the script in the other framework starts from the same numbers.
     """
 

@@ -82,7 +82,7 @@ class Args:
 def mlp(sizes, activation, rng):
     """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
 
-    Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
+    Weights and biases are uniform in +-1 / sqrt(fan-in), as in PyTorch, drawn with NumPy:
     the script in the other framework starts from the same numbers.
     """
     layers = []
@@ -279,7 +279,7 @@ def train(args):
     q_optimizer = mpi_pytorch.Adam(ac.q.parameters(), args.lr)
     auto_alpha = args.alpha == "auto"
     if auto_alpha:
-        log_alpha = torch.zeros((), device=device, requires_grad=True)
+        log_alpha = nn.Parameter(torch.zeros((), device=device))
         alpha_optimizer = mpi_pytorch.Adam([log_alpha], args.lr)
 
     def update(obs, act, rew, obs2, done, noise):

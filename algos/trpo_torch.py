@@ -90,7 +90,7 @@ class Args:
 def mlp(sizes, activation, rng):
     """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
 
-    Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
+    Weights and biases are uniform in +-1 / sqrt(fan-in), as in PyTorch, drawn with NumPy:
     the script in the other framework starts from the same numbers.
     """
     layers = []
@@ -313,7 +313,7 @@ def conjugate_gradient(Ax, b, iters):
     """Solve A x = b for a symmetric positive definite A (Hestenes and Stiefel 1952).
 
     Args:
-        Ax: function from an array [D] to A times it; A is a matrix here, not the advantage.
+        Ax: function from an array [D] to A times it. Here A is a matrix, and r = b - A x.
         b: array [D] float64.
         iters: maximum number of iterations; without rounding, x is exact after at most D of them,
             and more change nothing.
@@ -326,7 +326,7 @@ def conjugate_gradient(Ax, b, iters):
     for _ in range(iters):
         Ap = Ax(p)
         pAp = p @ Ap
-        if not pAp > 0:  # p is 0, since x is exact, or rounding has made A indefinite, or NaN
+        if not pAp > 0:  # x is exact (p = 0), or by rounding A is indefinite or NaN
             break
         x += rr / pAp * p
         r -= rr / pAp * Ap

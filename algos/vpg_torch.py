@@ -79,7 +79,7 @@ class Args:
 def mlp(sizes, activation, rng):
     """A multilayer perceptron: [B, sizes[0]] -> [B, sizes[-1]], no activation after the last layer.
 
-    Weights and biases are uniform within 1 / sqrt(fan-in), as PyTorch has it, drawn with NumPy:
+    Weights and biases are uniform in +-1 / sqrt(fan-in), as in PyTorch, drawn with NumPy:
     the script in the other framework starts from the same numbers.
     """
     layers = []

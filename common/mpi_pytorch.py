@@ -114,7 +114,6 @@ class Adam:
         like = {"dtype": torch.float64, "device": self.params[0].device}
         self.steps, self.lr = torch.zeros((), **like), torch.tensor(lr, **like)
         for state in (*self.exp_avgs, *self.exp_avg_sqs, self.steps, self.lr):
-            state.requires_grad_(False)
             if state.is_cuda:  # CUDA graphs change it in place
                 torch._dynamo.mark_static_address(state)
 
@@ -188,9 +187,9 @@ def layers(net):
 
 
 def save_model(module, output_dir):
-    """Write torch_save/model.pt in a run directory: the state_dict, for `weights_only=True`."""
+    """Write a module's state_dict, moved to the CPU, to torch_save/model.pt in a run directory."""
     path = Path(output_dir, "torch_save", "model.pt")
     path.parent.mkdir(exist_ok=True)
     buffer = io.BytesIO()  # torch.save reports a full disk as another error
-    torch.save(module.state_dict(), buffer)
+    torch.save({key: x.cpu() for key, x in module.state_dict().items()}, buffer)
     files.write_atomically(path, lambda f: f.write(buffer.getvalue()))

@@ -45,7 +45,7 @@ def setup(parallel_ops=False):
     It runs on the CPU: where there are GPUs, every rank would otherwise take all of their memory.
 
     Args:
-        parallel_ops: run independent operations (two Q functions) side by side.
+        parallel_ops: run independent operations (Q and its target, say) side by side.
     """
     tf.reset_default_graph()
     config = tf.ConfigProto(

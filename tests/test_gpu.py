@@ -29,6 +29,8 @@ def test_starts_as_on_the_cpu_and_resumes_exactly(name, tmp_path, monkeypatch):
     assert train(exp_name="parts", resume=True)
     whole, parts, cpu = (run_dir(tmp_path, x) for x in ("whole", "parts", "cpu"))
     assert_same_run(whole, parts)
+    model = torch.load(parts / "torch_save" / "model.pt", weights_only=True)
+    assert {x.device.type for x in model.values()} == {"cpu"}  # for machines without a GPU
 
     slowly = {"compile": False} if name in OFF_POLICY else {}
     assert train(exp_name="cpu", device="cpu", **{"epochs": 1} | slowly)

@@ -204,12 +204,12 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 914,
-    "common/ tokens": 9611,
+    "common/ lines": 913,
+    "common/ tokens": 9623,
     "common/ files": 9,
     "benchmark/ lines": 2029,
     "exercises/ lines": 725,
-    "tests/ lines": 5931,
+    "tests/ lines": 5933,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
