@@ -48,6 +48,7 @@ def main(directory):
         abort(1)
     if proc_id() == 0:
         note(status)
+    sys.exit(0 if status == "finished" else 143)  # as a script after SIGTERM
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from common.files import FREE_TO_CHANGE, convert_json
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL = Path(__file__).with_name("call.py")
-# Flags that [params] cannot set: grid.py does, from the top of the sweep or by itself.
 KNOWN = {"pydantic", *sys.stdlib_module_names}  # what `Args` may use, beside common.args
+# Flags that [params] cannot set: grid.py does, from the top of the sweep or by itself.
 RESERVED = ("exp_name", "data_dir", "num_cpu", "datestamp", "resume", "overwrite")
 
 
@@ -110,7 +110,7 @@ def word(x):
 
 def plain(x):
     """NumPy's numbers and arrays as Python's; anything else as text."""
-    return x.tolist() if hasattr(x, "tolist") else str(x)
+    return x.tolist() if hasattr(x, "tolist") and not isinstance(x, type) else str(x)
 
 
 def takes_list(hints, name):

@@ -195,7 +195,7 @@ class ExperimentGrid:
             thunk: a script's path, a function or its "module:name", or a list of these, or the key
                 of the grid whose values they are. Functions and their arguments are pickled by
                 cloudpickle: lambdas, closures and functions of a notebook work too.
-            num_cpu: MPI ranks of each run; "auto" for as many as there are cores.
+            num_cpu: MPI ranks of each run; "auto" for all cores, shared out among the workers.
             data_dir: where the runs go; None for "data".
             datestamp: make new runs, with date and time in their directories' names.
             workers: runs at a time.

@@ -43,7 +43,7 @@ def film(path, seconds):
     with contextlib.closing(test_policy.load_env(path, "rgb_array")) as env:
         o, _ = env.reset(seed=1)
         env.unwrapped.model.cam_fovy[:] = 50  # degrees; 45 would cut the legs of Ant
-        for i in range(round(seconds * FPS)):
+        for i in range(max(1, round(seconds * FPS))):
             while env.unwrapped.data.time < START + i / FPS:
                 o, *_ = env.step(get_action(o))
             picture = Image.fromarray(env.render()).resize(SIZE, Image.LANCZOS, CROP)

@@ -35,7 +35,6 @@ sys.path.insert(0, str(ROOT))
 from common import UsageError
 from common.args import PosInt, parse_args
 from common.cpu import name as cpu_name
-from common.mpi import find_mpirun
 
 PEERS = {"sb3": "stable_baselines3", "sbx": "sbx"}
 
@@ -82,10 +81,9 @@ class Args:
 def rate(script, args, ranks=1, device=None):
     """A script's environment steps per second, without the first epoch, which may compile."""
     with tempfile.TemporaryDirectory() as data_dir:
-        command = [find_mpirun(), "-np", str(ranks)] if ranks > 1 else []
-        command += [sys.executable, str(ROOT / "algos" / f"{script}.py"), "--env-id", args.env_id]
+        command = [sys.executable, str(ROOT / "algos" / f"{script}.py"), "--env-id", args.env_id]
         command += ["--epochs", str(args.epochs), "--exp-name", "speed", "--data-dir", data_dir]
-        command += ["--device", device] if device else []
+        command += ["--num-cpu", str(ranks), *(["--device", device] if device else [])]
         if off_policy(script):
             command += ["--start-steps", "1000", "--num-test-episodes", "1"]
             command += ["--batch-size", str(args.batch_size)]
@@ -112,7 +110,7 @@ def peer_rate(module, script, args):
     command += [json.dumps(kwargs), str(ROOT) if args.peer_switched else ""]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        why = result.stderr.strip().splitlines()[-1]
+        why = (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]
         raise UsageError(f"{module} does not run in {args.peer_python}: {why}")
     return float(re.search(r"^rate (.+)$", result.stdout, re.MULTILINE)[1])
 

@@ -49,6 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run from any 
 from benchmark.reading import printable, read_json, read_npz
 from common import UsageError
 from common.args import NonNegInt, PosInt, parse_args
+from common.mpi import make_rng
 
 LOG_STD_MIN, LOG_STD_MAX = -20, 2  # of a squashed Gaussian, as in the SAC scripts
 ADVICE = "rendering without a display needs EGL or OSMesa, with MUJOCO_GL=egl or osmesa: "
@@ -89,8 +90,6 @@ def read_policy(path):
         arrays = read_npz(path)
         n = sum(name.startswith("weight_") for name in arrays)
         layers = [(arrays.pop(f"weight_{i}"), arrays.pop(f"bias_{i}")) for i in range(n)]
-        if other := sorted(arrays.keys() - KNOWN - KINDS.keys()):
-            print(f"test_policy.py: not used: {', '.join(other)} of {path}", file=sys.stderr)
         policy = {**arrays, "layers": layers, "epoch": int(arrays.get("epoch", -1))}
         for name, kinds in KINDS.items():
             policy[name] = str(arrays[name])
@@ -177,7 +176,9 @@ def load_policy(run, itr="last", deterministic=False, seed=0):
     Raises:
         UsageError: there is no such policy.
     """
-    policy, rng = find_policy(run, itr), np.random.default_rng(seed)
+    policy, rng = find_policy(run, itr), make_rng(seed, "test")  # apart from the environment's
+    if other := sorted(policy.keys() - KNOWN - KINDS.keys() - {"layers"}):
+        print(f"test_policy.py: not used: {', '.join(other)} of {run}", file=sys.stderr)
     return lambda o: act(policy, o, rng, deterministic)
 
 

@@ -44,7 +44,7 @@ def convert_json(obj):
 
     def plain(x):
         text = re.sub(r" at 0x\w+", "", str(x))  # the address differs between processes
-        return x.tolist() if hasattr(x, "tolist") else getattr(x, "__name__", text)
+        return getattr(x, "__name__", None) or (x.tolist() if hasattr(x, "tolist") else text)
 
     return json.loads(to_json(obj, fallback=plain, inf_nan_mode="null", bytes_mode="hex"))
 
@@ -103,7 +103,7 @@ def read_checkpoint(directory):
     try:
         with np.load(paths[0], allow_pickle=False) as file:
             own = [f"buffer/{mpi.proc_id()}"]
-            names = [name for name in file.files if not name.startswith("buffer/") or name in own]
+            names = [x for x in file.files if x in own or not re.fullmatch(r"buffer/\d+", x)]
             # For a member that is not an array, NumPy returns bytes; bytes[...] raises TypeError.
             arrays = {name: file[name][...] for name in names}
         return json.loads(str(arrays.pop("about"))), arrays

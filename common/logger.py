@@ -247,6 +247,7 @@ class EpochLogger:
             self._go_back(about, arrays, state, buffer)
         finished = about and 0 < self.epochs == self.epoch == about["config"].get("epochs")
         if self.resume and not finished:  # that one stays as it is
+            mpi.reduce(0)  # every rank has found its part undamaged
             self._begin()
         if not about:
             self._write_checkpoint(self._arrays(state), buffer)

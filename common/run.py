@@ -164,8 +164,8 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
 class RepeatableEnv(gym.Wrapper):
     """An environment whose reset with a seed also seeds `random`, `np.random` and the spaces.
 
-    Environments may draw from all of them. Rewards and end flags become Python numbers, also from
-    arrays of one element.
+    Environments may draw from all of them, so no two of them may draw the same numbers. Rewards and
+    end flags become Python numbers, also from arrays of one element.
     """
 
     def reset(self, seed=None, **kwargs):
@@ -173,8 +173,8 @@ class RepeatableEnv(gym.Wrapper):
             random.seed(seed)
             np.random.seed(seed % 2**32)  # noqa: NPY002
             with contextlib.suppress(AttributeError):  # spaces that only a wrapper has
-                self.env.unwrapped.action_space.seed(seed)
-                self.env.unwrapped.observation_space.seed(seed)
+                self.env.unwrapped.action_space.seed(seed + 1)
+                self.env.unwrapped.observation_space.seed(seed + 2)
         return self.env.reset(seed=seed, **kwargs)
 
     def step(self, action):

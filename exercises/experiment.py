@@ -56,7 +56,7 @@ def plan(experiment, path):
     ours, theirs = (tomllib.loads(x) for x in (experiment["sweep"], path.read_text("utf-8")))
     seeds = [len({run.fixed["seed"] for run in runs}), len(ours["params"]["seed"])]
     for sweep in (ours, theirs):
-        sweep["params"]["seed"] = sweep["workers"] = 0
+        sweep.setdefault("params", {})["seed"] = sweep["workers"] = 0
     if theirs != ours or seeds[0] < seeds[1]:
         raise UsageError(f"{path}: only workers may change, and seeds (at least {seeds[1]})")
     return runs

@@ -14,7 +14,6 @@ import os
 import re
 import resource
 import runpy
-import shutil
 import signal
 import sys
 import tempfile
@@ -29,10 +28,10 @@ import pandas as pd
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 from benchmark.test_policy import load_policy
+from common import UsageError
+from common.mpi import cores, find_mpirun
 
 TABLE = tomllib.loads((HERE / "probes.toml").read_text())
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
-MPIRUN = shutil.which("mpirun", path=os.path.dirname(sys.executable)) or shutil.which("mpirun")
 LIMIT = 60  # seconds of a core that a run may take
 TOO_SLOW = signal.SIGKILL, signal.SIGXCPU  # what ends it after these
 VALUES = ("VVals", "QVals", "Q1Vals", "Q2Vals")
@@ -92,7 +91,7 @@ def run_all(script, probes, folder):
     running, waiting = {}, list(probes.items())
     try:
         while waiting or running:
-            while waiting and len(running) < CORES:
+            while waiting and len(running) < cores():
                 label, (probe, words) = waiting.pop(0)
                 words = [str(script), *words, "--data-dir", str(folder), "--exp-name", label]
                 if (pid := os.fork()) == 0:
@@ -113,7 +112,7 @@ def preload(text):
     stderr = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # TensorFlow writes to it as it loads
     for name in ("probes", "tensorboard.summary.writer.record_writer", framework):
-        with contextlib.suppress(ImportError):  # the script says what is missing
+        with contextlib.suppress(Exception):  # the script says what is missing
             importlib.import_module(name)
     os.dup2(stderr, 2)
 
@@ -125,7 +124,7 @@ def run_here(words, ranks, output):
         for stream in (1, 2):
             os.dup2(os.open(output, os.O_CREAT | os.O_APPEND | os.O_WRONLY), stream)
         if ranks > 1:
-            os.execv(MPIRUN, [MPIRUN, "-np", str(ranks), sys.executable, *words])
+            os.execv(find_mpirun(), ["mpirun", "-np", str(ranks), sys.executable, *words])
         for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
             del sys.modules[name]  # the script may have one of its own
         sys.argv, sys.path[:1] = words, [os.path.dirname(words[0]), str(HERE)]
@@ -193,7 +192,7 @@ def main(script="", *names):
     if not probes:
         print(f"probe.py: no probe fits {' '.join([script.name, *names])}", file=sys.stderr)
         return 2
-    if not MPIRUN:
+    if not find_mpirun():
         print("there is no mpirun: the probes of several ranks are left out")
         probes = {label: x for label, x in probes.items() if "ranks" not in x[0]}
     with tempfile.TemporaryDirectory() as folder:
@@ -209,7 +208,10 @@ def main(script="", *names):
                 why = f"took {LIMIT} seconds" if -code in TOO_SLOW else why
                 wrong = [(f"the run {why}", f"its last line, {lines[-1]}")]
             else:
-                wrong = wrong_answers(probes[label][0], table.parent, "Discrete" in label)
+                try:
+                    wrong = wrong_answers(probes[label][0], table.parent, "Discrete" in label)
+                except UsageError as e:
+                    wrong = [(str(e), "the policy that save_state gets")]
             failed += bool(wrong)
             print(f"{label:22} {'WRONG' if wrong else 'ok'}", flush=True)
             for what, look in wrong:

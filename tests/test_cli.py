@@ -358,6 +358,8 @@ def test_all_that_an_environment_draws_from_is_seeded():
 
     first, second = draw(seed=3), draw()
     assert first == draw(seed=3) and second == draw() and first != second
+    drawers = inner, inner.action_space, inner.observation_space
+    assert len({x.np_random.bit_generator.seed_seq.entropy for x in drawers}) == 3  # all differ
 
 
 TINY = {"steps_per_epoch": 40, "max_ep_len": 20, "epochs": 3, "save_freq": 1, "hidden_sizes": (8,)}

@@ -309,6 +309,7 @@ def test_an_experiment_from_prediction_to_answer(learner, capsys):
         ("seed = [0, 1, 2]", "seed = 0", "only workers may change, and seeds (at least 3)"),
         ("[params]", "datestamp = true\n[params]", "only workers may change"),
         ("[params]", "[params", "clip-ratio-sweep.toml: "),
+        ("[params]", "[slurm]", "only workers may change"),
         ("workers = 2\n", "", ""),
         ("seed = [0, 1, 2]", "seed = [2, 1, 0]", ""),
     ],

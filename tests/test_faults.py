@@ -443,6 +443,32 @@ def test_resumed_for_longer_or_refused(tmp_path, script, monkeypatch):
     assert_same_run(run_dir(tmp_path, "whole"), directory)
 
 
+def test_damage_that_only_one_rank_finds_changes_no_file(tmp_path):
+    """Each rank reads its own replay buffer; the others wait for the one that then refuses."""
+    source = """
+import time, types
+import numpy as np
+from common import UsageError, logger, mpi
+run = logger.EpochLogger("run", resume=True)
+run.save_config({"epochs": 9})
+buffer = types.SimpleNamespace(data=np.full((4, 2), 1 + mpi.proc_id(), np.float32), count=4)
+try:
+    run.load_state({}, buffer)
+except UsageError as e:
+    time.sleep(1)
+    print(e)
+    mpi.abort(2)
+"""
+    mpi(tmp_path, source, 2, cwd=tmp_path)
+    path = tmp_path / "run" / "checkpoint.npz"
+    row = np.float32([2, 2]).tobytes()
+    path.write_bytes(path.read_bytes().replace(4 * row, 3 * row + np.float32([2, 3]).tobytes()))
+    before = contents(tmp_path / "run")
+    result = mpi(tmp_path, source, 2, cwd=tmp_path, check=False)
+    assert result.returncode == 2 and "checkpoint.npz is damaged (BadZipFile" in result.stdout
+    assert contents(tmp_path / "run") == before
+
+
 @pytest.mark.parametrize("script", ["sac_torch", slow("ppo_tf1")])
 def test_two_processes_on_one_directory(tmp_path, script):
     """The second refuses in one line and changes nothing; when the first is dead, its lock is no

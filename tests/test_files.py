@@ -69,6 +69,7 @@ def test_convert_json():
         (Config(), {"lr": 0.1, "sizes": [64, 64]}),
         (math.sqrt, "sqrt"),
         (Config, "Config"),
+        ([np.float32, np.ndarray], ["float32", "ndarray"]),
         (1j, "1j"),
         (object(), "<object object>"),
         (Path("a") / "b", "a/b"),

@@ -595,7 +595,7 @@ def test_a_key_of_the_grid_holds_the_functions(tmp_path, monkeypatch):
     assert {*os.listdir("data")} == {f"g_alg{name[:-1]}_x{name[-1]}" for name in names}
 
 
-def test_scripts_from_python(tmp_path, monkeypatch):
+def test_scripts_from_python(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     on_ctrl_c = signal.getsignal(signal.SIGINT)
     g = grid.ExperimentGrid(name="mine")
@@ -612,7 +612,9 @@ def test_scripts_from_python(tmp_path, monkeypatch):
     assert (config["ranks"], config["data_dir"]) == (2, f"{tmp_path}/home")
     assert grid.call_experiment("four", str(FAKE), datestamp=True)
     assert len([*Path("data").glob("2*_four/2*-four_s0/progress.txt")]) == 1
-    assert not grid.call_experiment("five", lambda **kwargs: False, lr=1)  # stopped
+    capsys.readouterr()
+    assert not grid.call_experiment("five", lambda **kwargs: False, lr=1, num_cpu=2)  # stopped
+    assert "1 runs, 1 interrupted, in" in capsys.readouterr().out
     assert read_status(Path("data/five/five_s0/call"))["status"] == "interrupted"
     before = contents(Path("data/five"))
     for other in ({}, {"lr": 1, "batch": 2}):  # another run

@@ -431,25 +431,28 @@ def in_tf1(logger):
 
 @pytest.mark.parametrize("program", [in_torch, in_tf1])
 def test_networks_of_ones_own(tmp_path, program):
-    """A resumed program has the values of the save, in its optimizer too; so has the model."""
+    """A resumed program has the values of the save, in its optimizer too; so has the model.
+
+    Whatever the part of the state is called: replay buffers are buffer/0, buffer/1 and so on.
+    """
     logger = EpochLogger(tmp_path / "run", resume=True)
     logger.save_config({"epochs": 2})
     step, values, state = program(logger)
-    assert logger.load_state({"networks": state}) == 0
+    assert logger.load_state({"buffer": state}) == 0
     step()
     one_epoch(logger, 0, [1.0])
     saved = values()
-    logger.save_state({"networks": state})
+    logger.save_state({"buffer": state})
     step()
     after = values()
     logger.release()
 
     logger = EpochLogger(tmp_path / "run", resume=True)
     with pytest.raises(UsageError, match=r"ranks was 1, is None, script was \S+, is None"):
-        logger.load_state({"networks": state})
+        logger.load_state({"buffer": state})
     logger.save_config({"epochs": 2})
     step, values, state = program(logger)
-    assert logger.load_state({"networks": state}) == 1
+    assert logger.load_state({"buffer": state}) == 1
     assert all((x == y).all() for x, y in zip(values(), saved, strict=True))
     if program is in_tf1:
         y = saved_model(logger.output_dir, x=X)["y"]

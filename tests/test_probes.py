@@ -123,6 +123,8 @@ def test_files_that_cannot_be_probed(tmp_path, capsys):
     for end, seen in (ends | {"raise SystemExit('mine: no')": "last line, mine: no"}).items():
         script.write_text(f"import torch\nclass Args:\n    lam: float  # Box\n{end}")
         assert seen in judge(script, "OneStep")[2]
+    script.write_text(text.replace("save_state(state, export_policy())", "save_state(state)"))
+    assert "there is no policy.npz in " in judge(script, "Acts")[2]
     for wrong in ("def (", "print(1)", text.replace("    lam:", "    gae_lambda:"), "\udce9"):
         script.write_text(wrong, errors="surrogateescape")
         assert program.main(script) == 2

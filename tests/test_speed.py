@@ -60,14 +60,13 @@ def test_every_flag_reaches_what_is_measured(tmp_path, monkeypatch, capsys):
             env_id, *_, kwargs, switched = command[5:]
             rate = json.loads(kwargs).get("batch_size", 1) + len(env_id) + 1000 * bool(switched)
             return subprocess.CompletedProcess(command, 0, f"rate {rate}", "")
-        ranks = int(command[2]) if "-np" in command else 1
         given = dict(zip(command[::-1][1::2], command[::-1][::2], strict=False))
         path = Path(given["--data-dir"], "speed", "speed_s0")
         path.mkdir(parents=True)
         # The first epoch takes 100 s, those after it 1, 2, 3, 4 and 5.
         epochs = np.arange(int(given["--epochs"]))
-        rate = ranks * len(given["--env-id"]) * int(given.get("--batch-size", 400)) / 400
-        rate *= 3 if given.get("--device") == "cuda" else 1
+        rate = len(given["--env-id"]) * int(given.get("--batch-size", 400)) / 400
+        rate *= int(given["--num-cpu"]) * (3 if given.get("--device") == "cuda" else 1)
         table = {"TotalEnvInteracts": 60 * rate * epochs, "Time": 100 + epochs * (epochs + 1) / 2}
         pd.DataFrame(table).to_csv(path / "progress.txt", sep="\t", index=False)
         return subprocess.CompletedProcess(command, 0)
@@ -112,6 +111,8 @@ def test_a_peer_that_cannot_be_imported_is_one_line(tmp_path):
     assert result.returncode == 2 and "Traceback" not in result.stderr
     line = f"speed.py: error: sbx does not run in {sys.executable}: ValueError: wants tf_keras"
     assert result.stderr.strip().splitlines()[-1] == line
+    result = run(SPEED, "sb3", "ppo_torch", *TINY, "--peer-python", "/bin/false", check=False)
+    assert result.stderr.strip().endswith("does not run in /bin/false: exit code 1")
 
 
 def test_bad_input_is_one_line():

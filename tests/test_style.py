@@ -204,12 +204,12 @@ NOT_ALGORITHM = r"    (# Set-up|def export_policy|# The SavedModel|# Resume|upda
 
 # Limits, each at what has been reached: an algorithm's share at least, everything else at most.
 LIMITS = {
-    "common/ lines": 913,
-    "common/ tokens": 9623,
+    "common/ lines": 914,
+    "common/ tokens": 9639,
     "common/ files": 9,
     "benchmark/ lines": 2029,
-    "exercises/ lines": 725,
-    "tests/ lines": 5933,
+    "exercises/ lines": 727,
+    "tests/ lines": 5970,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }

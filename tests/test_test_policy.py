@@ -70,7 +70,8 @@ def test_categorical(tmp_path, activation, capsys):
     """And arrays that acting ignores are named."""
     saved = arrays([4, 8, 3], "categorical", activation, ln_scale=np.ones(8))
     policy, logits, rng = load(tmp_path, saved), output(saved, OBS), np.random.default_rng(0)
-    assert "not used: ln_scale of " in capsys.readouterr().err
+    tp.load_policy(tmp_path)
+    assert capsys.readouterr().err == f"test_policy.py: not used: ln_scale of {tmp_path}\n"
     assert tp.act(policy, OBS, rng, deterministic=True) == np.argmax(logits)
     p = np.exp(logits - logits.max())
     counts = np.bincount([tp.act(policy, OBS, rng) for _ in range(8000)], minlength=3) / 8000
@@ -170,6 +171,11 @@ def test_the_saved_configuration(tmp_path, capsys):
         o, r, *_ = env.step(get_action(o))
         ep_ret += r
     assert f"return {ep_ret:>10.3f}" in printed("-n", "1", "--seed", "3")
+    # Of one seed, actions and the environment still draw numbers of their own.
+    act, mean = (tp.load_policy(run, deterministic=d, seed=3) for d in (False, True))
+    noise = [act([0, 0, 1]) - mean([0, 0, 1]) for _ in range(9)]
+    drawn = gym.utils.seeding.np_random(3)[0].standard_normal((9, 1))
+    assert not np.isclose(noise, drawn).any()
     assert printed("-n", "1", "--len", "0").count("length   200") == 1
     # A file that names its environment is enough.
     config = json.dumps({"env_id": "Pendulum-v1", "script": "x.py", **config})
