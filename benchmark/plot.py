@@ -233,15 +233,15 @@ def read_reference():
 def reference_curve(algo, framework, env_id):
     """Published curve as (framework, steps [T], mean [T], std [T]), or None where there is none.
 
-    Environments are matched without their version: the published ones are -v3. TRPO was published
-    for tf1 alone, which then stands in for torch.
+    Environments are matched without their version: the published ones are -v3. A copy, whose
+    `framework` is "tf1_mine", say, has tf1's; "mine" has torch's. TRPO was published for tf1 alone.
     """
     table = read_reference()
     table = table[(table.algo == algo) & (table.env == env_id.split("/")[-1].rsplit("-v", 1)[0])]
     if table.empty:
         return None
-    if framework not in set(table.framework):
-        framework = table.framework.min()
+    framework = next((x for x in {*table.framework} if framework.startswith(x)), "")
+    framework = framework or table.framework.max()
     table = table[table.framework == framework]
     return framework, *table[["steps", "mean", "std"]].to_numpy(float).T
 

@@ -297,6 +297,9 @@ def test_a_published_curve_beyond_a_short_run_is_not_named(tmp_path, capsys):
     said = "plot.py: there is no published curve of sac on Hopper-v4"
     assert capsys.readouterr().err == f"{said} before 19999 steps\n"
     assert plot.reference_curve("ppo", "torch", "CartPole-v1") is None
+    for name, its in {"mine": "torch", "torch_2": "torch", "tf1": "tf1", "tf1_mine": "tf1"}.items():
+        assert plot.reference_curve("ppo", name, "Ant-v4")[0] == its
+    assert plot.reference_curve("trpo", "torch", "Ant-v4")[0] == "tf1"
     write_run(tmp_path / "pole", "sac", 0, range(99), "CartPole-v1")
     plot.make_plots([str(tmp_path / "pole")], reference=True)
     assert capsys.readouterr().err == "plot.py: there is no published curve of ppo on CartPole-v1\n"

@@ -209,7 +209,7 @@ LIMITS = {
     "common/ files": 9,
     "benchmark/ lines": 2029,
     "exercises/ lines": 727,
-    "tests/ lines": 5970,
+    "tests/ lines": 5973,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
