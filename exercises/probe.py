@@ -124,7 +124,8 @@ def run_here(words, ranks, output):
         for stream in (1, 2):
             os.dup2(os.open(output, os.O_CREAT | os.O_APPEND | os.O_WRONLY), stream)
         if ranks > 1:
-            os.execv(find_mpirun(), ["mpirun", "-np", str(ranks), sys.executable, *words])
+            mpirun = find_mpirun()  # MPICH finds its own programs by this path
+            os.execv(mpirun, [mpirun, "-np", str(ranks), sys.executable, *words])
         for name in [name for name in sys.modules if name.partition(".")[0] == "common"]:
             del sys.modules[name]  # the script may have one of its own
         sys.argv, sys.path[:1] = words, [os.path.dirname(words[0]), str(HERE)]

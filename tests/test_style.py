@@ -208,7 +208,7 @@ LIMITS = {
     "common/ tokens": 9639,
     "common/ files": 9,
     "benchmark/ lines": 2029,
-    "exercises/ lines": 727,
+    "exercises/ lines": 728,
     "tests/ lines": 5973,
     "names from common/": 10,
     "tf1 longer than torch": 11,
