@@ -133,6 +133,13 @@ def test_files_that_cannot_be_probed(tmp_path, capsys):
     assert result.returncode == 2 and result.stderr.count("\n") == 1
 
 
+def test_the_environment_need_not_be_activated():
+    """Its mpirun, which is not on PATH then, finds its own programs."""
+    words = [ROOT / "exercises" / "probe.py", ROOT / "algos" / "vpg_torch.py", "Ranks"]
+    done = run(*words, env={"PATH": "/usr/bin:/bin"}, timeout=100)
+    assert "Ranks                  ok" in done.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug["name"])
 def test_the_table_of_bugs(bug, tmp_path):

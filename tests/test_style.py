@@ -209,7 +209,7 @@ LIMITS = {
     "common/ files": 9,
     "benchmark/ lines": 2029,
     "exercises/ lines": 728,
-    "tests/ lines": 5973,
+    "tests/ lines": 5981,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
