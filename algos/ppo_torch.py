@@ -69,9 +69,9 @@ class Args:
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
     minibatch_size: NonNegInt = 0  # samples per gradient step, all ranks together; 0: whole epoch
     norm_obs: bool = False  # normalize observations by their mean and standard deviation so far
-    norm_rew: bool = False  # divide rewards by the deviation of their discounted sum so far
+    norm_rew: bool = False  # divide rewards by the std of an episode's discounted sum so far
     # PPO
-    clip_ratio: PosFloat = 0.2  # eps: how far from 1 a ratio can raise the objective
+    clip_ratio: PosFloat = 0.2  # eps: a ratio beyond 1 - eps or 1 + eps gains nothing
     pi_lr: PosFloat = 3e-4  # learning rate of the policy
     anneal_lr: bool = False  # lower pi_lr linearly, to 0 at the end of the run
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
@@ -201,7 +201,7 @@ class GAEBuffer:
         self.ends.append((self.ptr - 1, np.array(o2, dtype=np.float32), terminated))
 
     def get(self):
-        """Empty the buffer.
+        """Empty the buffer, which must be full.
 
         Returns:
             obs [N, obs_dim], act [N] or [N, act_dim], rew [N]; and of the P paths the index of the

@@ -71,7 +71,7 @@ class Args:
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
     minibatch_size: NonNegInt = 0  # samples per step on V, all ranks together; 0: whole epoch
     norm_obs: bool = False  # normalize observations by their mean and standard deviation so far
-    norm_rew: bool = False  # divide rewards by the deviation of their discounted sum so far
+    norm_rew: bool = False  # divide rewards by the std of an episode's discounted sum so far
     # TRPO
     algo: Literal["trpo", "npg"] = "trpo"  # npg: natural policy gradient, without the line search
     delta: PosFloat = 0.01  # KL divergence that a policy step may reach
@@ -224,7 +224,7 @@ class GAEBuffer:
         self.ends.append((self.ptr - 1, np.array(o2, dtype=np.float32), terminated))
 
     def get(self):
-        """Empty the buffer.
+        """Empty the buffer, which must be full.
 
         Returns:
             obs [N, obs_dim], act [N] or [N, act_dim], rew [N]; and of the P paths the index of the

@@ -64,7 +64,7 @@ class Args:
     hidden_sizes: Sizes = (64, 64)  # sizes of the hidden layers
     activation: Literal["tanh", "relu"] = "tanh"  # what follows each hidden layer
     norm_obs: bool = False  # normalize observations by their mean and standard deviation so far
-    norm_rew: bool = False  # divide rewards by the deviation of their discounted sum so far
+    norm_rew: bool = False  # divide rewards by the std of an episode's discounted sum so far
     # VPG
     pi_lr: PosFloat = 3e-4  # learning rate of the policy
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
@@ -201,7 +201,7 @@ class GAEBuffer:
         self.ends.append((self.ptr - 1, np.array(o2, dtype=np.float32), terminated))
 
     def get(self):
-        """Empty the buffer.
+        """Empty the buffer, which must be full.
 
         Returns:
             obs [N, obs_dim], act [N] or [N, act_dim], rew [N]; and of the P paths the index of the

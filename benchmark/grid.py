@@ -270,7 +270,8 @@ def plan(sweep):
                 raise UsageError(f"params: {thunk.name}: {e}") from e
     for directory, n in Counter(run.directory for run in runs).items():
         if n > 1:
-            raise UsageError(f"params: {n} runs would share the directory {directory}")
+            text = f"params: {n} runs would share the directory {directory}: is a script's name,"
+            raise UsageError(f"{text} a value or a shorthand there twice? --norm-obs[obs] sets one")
     return runs
 
 
@@ -344,6 +345,7 @@ def read_sweep(path, words=()):
             raise ValueError("it needs a script; params and slurm are tables")
         if unknown := data.keys() - (HINTS.keys() - {"what"}):
             hint = perhaps(min(unknown), ["script", "params", *HINTS])
+            hint = hint or " (what the script takes belongs in [params])"
             raise ValueError(f"unknown key {min(unknown)}{hint}")
         given = flags.checked(Options, data)  # names the file if it is wrong; 2.0 becomes 2
         data = {k: getattr(given, k) if isinstance(x, float) else x for k, x in data.items()}

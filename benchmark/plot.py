@@ -100,8 +100,10 @@ def read_progress(path):
 
 
 def natural_key(path):
-    """What to sort paths by, so that a2 comes before a10: text and numbers in turn."""
-    return [int(x) if x.isdecimal() else x for x in re.split(r"([0-9]+)", path)]
+    """What to sort paths by: a2 comes before a10, and 0-05, as grid.py writes 0.05, before 0-1."""
+    parts = re.split(r"((?<![0-9])0-[0-9]+|[0-9]+)", path)  # text and numbers in turn
+    parts[1::2] = [float(x.replace("-", ".")) for x in parts[1::2]]
+    return parts, path  # never in the order of the file system
 
 
 def find_runs(logdir, select=(), exclude=()):
@@ -188,10 +190,17 @@ def get_all_datasets(all_logdirs, legend=(), select=(), exclude=()):
         text = f"--legend has {len(legend)} names for {len(logdirs)} directories"
         raise ValueError(f"{text}: {' '.join(logdirs)}")
     datasets, units = {}, {}  # by path: a run that is below two logdirs counts once
+    homes = {}  # of each curve: the logdirs
     for i, logdir in enumerate(logdirs):
         name = legend[i] if legend else None
         for frame in get_datasets(logdir, name, select, exclude, units):
-            datasets.setdefault(os.path.realpath(frame.attrs["run_dir"]), frame)
+            if datasets.setdefault(os.path.realpath(frame.attrs["run_dir"]), frame) is frame:
+                curve = frame["Condition1"].iloc[0], frame.attrs["env"]
+                homes.setdefault(curve, {})[logdir] = None
+    for (name, _), found in homes.items():
+        if len(found) > 1 and not legend:
+            text = f"the runs called {name} in {' and '.join(found)} make one curve"
+            warn(f"{text}; with --legend, each directory has its own")
     firsts = {}  # a copy of a run, or the same seed run again, is no other sample
     for frame in datasets.values():
         # The first epoch tells: one of the two may have been interrupted later.
@@ -252,9 +261,9 @@ def reference_curve(algo, framework, env_id):
 def compare(datasets, logdirs, xaxis, value, smooth=1):
     """How the runs below the first of two logdirs do against those below the second, as text.
 
-    On each environment, smoothed curves are compared at the last x that all its runs have reached.
-    Over all environments, returns are shares of the second's mean, without its sign, so that more
-    is always better; that mean counts as exact.
+    On each environment, curves are cut at the last x that all its runs have reached, smoothed, and
+    compared there. Over all environments, returns are shares of the second's mean, without its
+    sign, so that more is always better; that mean counts as exact.
 
     Raises:
         ValueError: these logdirs cannot be compared.
@@ -274,9 +283,14 @@ def compare(datasets, logdirs, xaxis, value, smooth=1):
             text = f"{env or 'one task'} has more than two experiments"
             names = ", ".join(name for _, name in names)
             raise ValueError(f"{text}, {names}: choose with --select or --exclude")
-        table = stack_runs(runs, xaxis, value, smooth).dropna()
+        # Cut before smoothing: longer runs would average later epochs in, and shorter ones cannot.
+        end = stack_runs(runs, xaxis, value).dropna().index.max()
+        cut = [run[run[xaxis] <= end] for run in runs]
+        table = stack_runs(cut, xaxis, value, smooth).dropna()
         if len(set(side)) < 2 or table.empty:
-            warn(f"{env or 'a task'} cannot be compared: no {xaxis} has runs of both")
+            none = f"no {xaxis} at which all its runs have a {value}"
+            none = none if len(set(side)) == 2 else "runs of only one of the two"
+            warn(f"{env or 'a task'} is left out: it has {none}")
             continue
         last = table.iloc[-1].to_numpy()
         x, y = last[side == 0], last[side == 1]
@@ -285,7 +299,7 @@ def compare(datasets, logdirs, xaxis, value, smooth=1):
         for group, values in zip(groups, (x, y), strict=True):
             group.append(values / (abs(y.mean()) or 1))
     if not rows:
-        raise ValueError("nothing to compare: no environment has runs of both")
+        raise ValueError("nothing to compare: no environment is left")
     if len(rows) > 1:
         rows.append(["all", "", "", *differences(*groups)])
     header = [value, "at", "seeds", "A - B", "IQM of A", "IQM of B", "P(A > B)"]

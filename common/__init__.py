@@ -2,4 +2,4 @@
 
 
 class UsageError(ValueError):
-    """Bad input: one line for the user and exit code 2. Raised by all ranks alike."""
+    """Bad input: one line for the user and exit code 2. One rank may raise it alone and end all."""

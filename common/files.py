@@ -26,7 +26,7 @@ SAVED = ["progress.txt", "policy*.npz", "torch_save", "tf1_save", "checkpoint*"]
 # What a run leaves in its directory; --overwrite deletes these and nothing else.
 RUN_FILES = ["config.json", "status.json", "events.out.tfevents.*", *SAVED]
 # What may change in config.json when a run is resumed: it does not affect the numbers or, like
-# versions, affects only their rounding.
+# versions, affects only their rounding, which causes a warning.
 FREE_TO_CHANGE = {"epochs", "save_freq", "snapshots", "data_dir", "resume", "overwrite"}
 FREE_TO_CHANGE |= {"datestamp", "num_cpu", "versions", "git_commit", "host", "start_time"}
 

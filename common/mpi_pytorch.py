@@ -104,7 +104,7 @@ class Adam:
 
     Args:
         params: the parameters; their values change in place.
-        lr, beta1, beta2, epsilon: as in the paper, but above 0; `lr.fill_` changes the first later.
+        lr, beta1, beta2, epsilon: as in the paper, with betas above 0; `lr.fill_` sets lr later.
     """
 
     def __init__(self, params, lr, beta1=0.9, beta2=0.999, epsilon=1e-8):

@@ -94,7 +94,7 @@ class Adam:
     bias-corrected second moment, where TensorFlow's own Adam adds it to the uncorrected one.
 
     Args:
-        lr, beta1, beta2, epsilon: as in the paper; floats. `lr` may be a tensor of float64.
+        lr, beta1, beta2, epsilon: as in the paper: floats, or for `lr` a float64 tensor.
         name: scope of the optimizer's variables: one that is used twice needs two names.
     """
 

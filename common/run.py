@@ -142,7 +142,7 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
             spaces are not supported.
     """
     try:
-        with warnings.catch_warnings():  # that v4 is out of date: published results are of v4
+        with warnings.catch_warnings():  # that v4 is out of date: our results are of v4
             warnings.filterwarnings("ignore", ".*is out of date.*")
             env = gym.make(env_id, **env_kwargs)
     except Exception as e:  # whatever a constructor raises
@@ -164,8 +164,8 @@ def make_env(env_id, env_kwargs, action_spaces, bounded=False):
 class RepeatableEnv(gym.Wrapper):
     """An environment whose reset with a seed also seeds `random`, `np.random` and the spaces.
 
-    Environments may draw from all of them, so no two of them may draw the same numbers. Rewards and
-    end flags become Python numbers, also from arrays of one element.
+    An environment may draw from any of these generators, so each has numbers of its own. Rewards
+    and end flags become Python numbers, also from arrays of one element.
     """
 
     def reset(self, seed=None, **kwargs):

@@ -57,7 +57,7 @@ class Args:
     command: Positional[Literal["list", "start", "check", "curve", "probe"]] = "list"  # what to do
     name: Positional[str] = ""  # an exercise; probe: a script
     hint: bool = False  # check: give a hint in place of running the tests
-    train: bool = False  # check: after the tests, train on a small task
+    train: bool = False  # check: after an exercise's tests, train on a small task
     limit: PosInt = 120  # check: seconds after which the tests are stopped
 
 

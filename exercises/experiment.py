@@ -37,7 +37,7 @@ def given(experiment, text):
         data = tomllib.loads(text)
     except ValueError as e:
         raise UsageError(f"{experiment['name']}.toml: {e}") from None
-    words = [str(data.get(key, "")).strip(" %") for key in ("prediction", "answer")]
+    words = [str(word(data.get(key, ""))).strip(" %") for key in ("prediction", "answer")]
     if "choices" in experiment:
         return [x if x in experiment["choices"] else None for x in words]
     return [float(x) if re.fullmatch(r"-?\d*\.?\d+", x) else None for x in words]

@@ -34,6 +34,7 @@ from common.mpi import cores, find_mpirun
 TABLE = tomllib.loads((HERE / "probes.toml").read_text())
 LIMIT = 60  # seconds of a core that a run may take
 TOO_SLOW = signal.SIGKILL, signal.SIGXCPU  # what ends it after these
+NO_REASON = "Abort(", "For full helptext"  # what mpirun's and tyro's last lines begin with
 VALUES = ("VVals", "QVals", "Q1Vals", "Q2Vals")
 
 
@@ -106,7 +107,7 @@ def run_all(script, probes, folder):
 
 def preload(text):
     """Load what a script will need."""
-    os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "GOMP_SPINCOUNT": "3000"}
+    os.environ |= {"TF_CPP_MIN_LOG_LEVEL": "3", "GOMP_SPINCOUNT": "3000", "COLUMNS": "1000"}
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
     framework = "torch" if re.search("^import torch", text, flags=re.M) else "tensorflow.compat.v1"
     stderr = os.dup(2)
@@ -164,11 +165,12 @@ def found(directory, what, discrete):
 
 def wrong_answers(probe, directory, discrete):
     """[(what is wrong, where to look), ...] of a run that has ended well."""
-    wrong = []
+    wrong, seen = [], False
     for answer in probe["answer"]:
         if answer.get("for", probe["family"]) != probe["family"]:
             continue
         for name, x in found(directory, answer["what"], discrete).items():
+            seen = True
             goal, within = np.float64(answer.get("is", 0)), answer.get("within", np.inf)
             goal = np.sign(goal) if discrete and "action" in name else goal
             low, high = answer.get("above", goal - within), answer.get("below", goal + within)
@@ -178,6 +180,8 @@ def wrong_answers(probe, directory, discrete):
                 look = answer["look"]
                 look = look if isinstance(look, str) else look[probe["family"]]
                 wrong.append((f"{name} is {np.round(x, 5)}, should be {should[0]}", look))
+    if not seen:
+        wrong = [("progress.txt has none of its columns", "the calls of logger.log_tabular")]
     return wrong
 
 
@@ -204,10 +208,11 @@ def main(script="", *names):
             code, table = codes[label], next(Path(folder, label).glob("*/progress.txt"), None)
             if code or not table:
                 lines = Path(folder, f"{label}.txt").read_text().splitlines()
-                lines = [x for x in lines if x and not x.startswith("Abort(")] or ["nothing"]
+                lines = [x.strip("│ ") for x in lines if re.search(r"\w", x)]  # without tyro's box
+                said = [x for x in lines if not x.startswith(NO_REASON)] or ["nothing"]
                 why = f"ended with code {code}" + ", without a progress.txt" * (not code)
                 why = f"took {LIMIT} seconds" if -code in TOO_SLOW else why
-                wrong = [(f"the run {why}", f"its last line, {lines[-1]}")]
+                wrong = [(f"the run {why}", f"its last line, {said[-1]}")]
             else:
                 try:
                     wrong = wrong_answers(probes[label][0], table.parent, "Discrete" in label)

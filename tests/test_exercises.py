@@ -261,7 +261,7 @@ def test_an_experiment_from_prediction_to_answer(learner, capsys):
     )
     fill_in("clip-ratio", prediction="50")
     assert "prediction first" in checked(learner, capsys, "clip-ratio", 1)
-    fill_in("clip-ratio", prediction="5")
+    fill_in("clip-ratio", prediction=5.0)  # a number will do
     said = checked(learner, capsys, "clip-ratio", 1)
     assert said.endswith("Write down your answer: 0.05 or 0.2 or 5.\n") and "KL" not in said
 

@@ -169,7 +169,7 @@ BAD = {  # a word of the message: what is wrong, at the top of a sweep
     "": ["= 3", "a = " + "[" * 5000], "datestamp": ["datestamp = 1"],
     "name": ['name = "../up"', "name = [1]"], "params": ["params = 3"],
     "--workers": ["workers = 0", "workers = true"], "--num-cpu": ['num_cpu = "all"'],
-    "unknown key worker (perhaps workers?)": ["worker = 2"], "key colour": ["colour = 1"],
+    "unknown key worker (perhaps workers?)": ["worker = 2"], "belongs in [params]": ["seed = [0]"],
     "key what": ["what = 1"],
     "script": ["script = 3", "script = []"], "algos/x.py": ['script = "algos/x.py"'],
     "no_such": ['script = "no_such:function"', 'script = "math:no_such"'],
@@ -184,7 +184,7 @@ BAD_PARAMS = {  # the same, in [params]
     "no_package": ['env_id = "no_package:Env-v0"'],
     "NoSuch-v4": ['env_id = ["Ant-v4", "NoSuch-v4"]'], "num_cpu": ["num_cpu = 2"],
     "exp_name": ['exp_name = "x"'], "env_kwargs::": ['"env_kwargs:" = 1'],
-    "directory": ["seed = [0, 0]", "alpha = [1e20, 1e-20]"],
+    "a shorthand there twice?": ["seed = [0, 0]", "alpha = [1e20, 1e-20]"],
     "greater than or equal to 0 or Input should be 'auto'": ["alpha = -1"],
     "gamma: an empty list": ["gamma = []"], "'short'": ["gamma = {vals = [1], short = 1}"],
 }

@@ -102,8 +102,24 @@ def test_select_exclude_and_legend(tmp_path):
     assert names("p", "s", select=["ppo", "_10"]) == ["ppo_10"]
     assert names("p", "s", exclude=["ppo_10", "sac"]) == ["ppo_2"]
     assert names("p", "s", exclude=["ppo_10"], legend=["P", "S"]) == ["P", "S"]
+    rates = [f"lr0-{x}" for x in ("001", "01", "25", "3")]  # as grid.py writes 0.001
+    for name in rates[::-1]:
+        write_run(tmp_path, name, 0, [1])
+    assert names("lr") == rates
     with pytest.raises(ValueError, match="2 names for 3"):
         names("p", "s", legend=["P", "S"])
+
+
+def test_one_curve_of_two_directories_is_named(tmp_path, capsys):
+    """Of the same name and environment: a sweep of a script and one of its copy, say."""
+    folders = [f"{tmp_path}/{x}" for x in "abc"]
+    for seed, env in enumerate(["Hopper-v4", "Hopper-v4", "Ant-v4"]):
+        write_run(Path(folders[seed]), "ppo", seed, [seed], env)
+    plot.get_all_datasets(folders, legend=["A", "B", "C"])
+    assert not capsys.readouterr().err
+    plot.get_all_datasets(folders)
+    said = f"plot.py: the runs called ppo in {folders[0]} and {folders[1]} make one curve; "
+    assert capsys.readouterr().err == said + "with --legend, each directory has its own\n"
 
 
 def test_a_copy_of_a_run_is_named(tmp_path, capsys):
@@ -207,12 +223,15 @@ def test_two_directories_are_compared(tmp_path, monkeypatch, capsys):
     parts = [r"\{:+.2f} ± {:.2f}".format(*intervals.welch(*zip(*both, strict=True)))]
     parts += [rf"{stats.trim_mean(np.concatenate(group), 0.25):.2f} \(.*\)" for group in scaled]
     assert re.search(" +".join([*parts, r"0\.92 \("]), found["all"])
-    smooth = [[x[0] / 2, *(x[1:] + 999) / 3] for x in (mine, base)]
-    assert re.search(wanted(*map(np.array, smooth), 0), rows("--smooth", "3")["Hopper-v4"])
+    # At the end of an average there is no epoch that only some have reached: no 999.
+    assert re.search(wanted(mine / 2, base / 2, 1), rows("--smooth", "3")["Hopper-v4"])
     cut = rows("--value", "CutEpRet", "--xaxis", "Epoch")["Hopper-v4"]
     assert re.search(r"Hopper-v4 +2 +3, 4 +\+0\.00 ± 0\.00 +-5\.00 ", cut)
     (one,) = rows("--select", "Hopper", "_s0").values()
     assert re.fullmatch(r" *Hopper-v4 +2k +1, 1 +\+110 +230 +120 +1.00", one)
+    write_run(tmp_path / "mine", "only", 0, [1], "Swimmer-v4")
+    write_run(tmp_path / "mine", "x_Hopper-v4", 3, ["nan"])
+    assert [*rows()] == ["Ant-v4"]
     write_run(tmp_path / "mine", "y", 0, [1], "Ant-v4")
     for words, text in [
         (["mine", "mine_base"], "Ant-v4 has more than two experiments, x_Ant-v4, y, x_Ant-v4: "),

@@ -110,6 +110,26 @@ def test_a_bug_is_found_and_explained(tmp_path):
     assert re.search(r"MaxVVals is 1\.\d+, should be 2", said)
 
 
+def test_other_defaults_are_no_mistakes(tmp_path):
+    """Of a copy: the probes set all flags that their answers depend on."""
+    text = (ROOT / "algos" / "ppo_torch.py").read_text()
+    for name, old, new in [
+        ("minibatch_size: NonNegInt", "0", "64"),
+        ("norm_obs: bool", "False", "True"),
+        ("norm_rew: bool", "False", "True"),
+        ("anneal_lr: bool", "False", "True"),
+    ]:
+        assert text.count(f"{name} = {old} ") == 1
+        text = text.replace(f"{name} = {old} ", f"{name} = {new} ")
+    for part in ("algos", "common"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    (script := tmp_path / "algos" / "ppo_torch.py").write_text(text)
+    assert judge(script, "OneStep", "TwoSteps", "EpochEnd")[:2] == (
+        ["OneStep", "TwoSteps", "EpochEnd"],
+        [],
+    )
+
+
 def test_files_that_cannot_be_probed(tmp_path, capsys):
     """A run that fails shows its last line; the common/ is that beside the script."""
     script = plant(BUGS[0], tmp_path)
@@ -123,6 +143,10 @@ def test_files_that_cannot_be_probed(tmp_path, capsys):
     for end, seen in (ends | {"raise SystemExit('mine: no')": "last line, mine: no"}).items():
         script.write_text(f"import torch\nclass Args:\n    lam: float  # Box\n{end}")
         assert seen in judge(script, "OneStep")[2]
+    script.write_text(text.replace("gamma: Unit", "gamma: Literal[0.9]"))
+    assert "last line, invalid choice '0.5' for argument '--gamma'" in judge(script, "OneStep")[2]
+    script.write_text(text.replace("VVals", "Values"))
+    assert "progress.txt has none of its columns" in judge(script, "TwoSteps")[2]
     script.write_text(text.replace("save_state(state, export_policy())", "save_state(state)"))
     assert "there is no policy.npz in " in judge(script, "Acts")[2]
     for wrong in ("def (", "print(1)", text.replace("    lam:", "    gae_lambda:"), "\udce9"):

@@ -207,9 +207,9 @@ LIMITS = {
     "common/ lines": 914,
     "common/ tokens": 9639,
     "common/ files": 9,
-    "benchmark/ lines": 2029,
-    "exercises/ lines": 728,
-    "tests/ lines": 5981,
+    "benchmark/ lines": 2044,
+    "exercises/ lines": 733,
+    "tests/ lines": 6013,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
