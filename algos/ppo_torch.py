@@ -71,7 +71,7 @@ class Args:
     norm_obs: bool = False  # normalize observations by their mean and standard deviation so far
     norm_rew: bool = False  # divide rewards by the std of an episode's discounted sum so far
     # PPO
-    clip_ratio: PosFloat = 0.2  # eps: a ratio beyond 1 - eps or 1 + eps gains nothing
+    clip_ratio: PosFloat = 0.2  # eps: a ratio gains nothing more beyond 1 - eps or 1 + eps
     pi_lr: PosFloat = 3e-4  # learning rate of the policy
     anneal_lr: bool = False  # lower pi_lr linearly, to 0 at the end of the run
     vf_lr: PosFloat = 1e-3  # learning rate of the value function
