@@ -65,8 +65,8 @@ def whole_floats():
 
 
 def pytest_xdist_auto_num_workers(config):
-    """One worker more than there are cores, since tests wait now and then; each takes 1 GB."""
-    return min(4, len(os.sched_getaffinity(0)) + 1) if hasattr(os, "sched_getaffinity") else 2
+    """Two workers to a core, since tests wait now and then, but at most 4: each takes 1 GB."""
+    return min(4, 2 * len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else 2
 
 
 @pytest.hookimpl(wrapper=True)

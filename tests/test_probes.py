@@ -13,6 +13,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+import forked
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -30,11 +31,12 @@ PROBES = {probe["name"]: probe for probe in program.TABLE["probe"]}
 def judge(script, *names):
     """The names of the probes that are right and of those that are wrong, and what was printed."""
     skip_without_tensorflow(script)
-    result = run(ROOT / "exercises" / "probe.py", script, *names, check=False, timeout=1200)
-    lines = re.findall("^(.{22}) (ok|WRONG)$", result.stdout, flags=re.M)
+    command = [sys.executable, ROOT / "exercises" / "probe.py", script, *names]
+    code, output = forked.run_for(command, 1200)
+    lines = re.findall("^(.{22}) (ok|WRONG)$", output, flags=re.M)
     right, wrong = ([name.strip() for name, how in lines if how == x] for x in ("ok", "WRONG"))
-    assert lines and result.returncode == bool(wrong), result.stdout + result.stderr
-    return right, wrong, result.stdout
+    assert lines and code == bool(wrong), output
+    return right, wrong, output
 
 
 def plant(bug, folder):

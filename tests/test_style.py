@@ -209,7 +209,7 @@ LIMITS = {
     "common/ files": 9,
     "benchmark/ lines": 2044,
     "exercises/ lines": 733,
-    "tests/ lines": 6013,
+    "tests/ lines": 6054,
     "names from common/": 10,
     "tf1 longer than torch": 11,
 }
