@@ -36,9 +36,9 @@ def _become(words, cwd, env, output):
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    own = {str(ROOT / name) for name in ("", "tests", "exercises", "benchmark", "algos")}
-    paths = [path for path in sys.path if path not in own]
-    sys.path[:] = [*env.get("PYTHONPATH", "").split(os.pathsep), *paths]
+    paths = [*env.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
+    own = {"", str(ROOT), str(ROOT / "tests"), str(ROOT / "exercises")}  # what tests have added
+    sys.path[:] = [path for path in paths if path not in own]
     if words[0] == "-m":
         sys.argv, sys.path[:0] = words[1:], [cwd]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
