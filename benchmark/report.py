@@ -7,7 +7,7 @@
 
 `--collect` reads runs, finished or not, and adds them to two files of benchmark/results/: runs.csv
 has one row for each run, curves.csv the points of its curve. A run replaces the one with the same
-script, environment, settings and seed.
+script, environment, settings and seed; `--setting "plain, Zen 3"` gives its settings another name.
 
 `--verify` starts the run of a row of runs.csv again (a random plain one if none is named), with one
 core for each rank, ends it after `--epochs`, and compares its returns with curves.csv. Where these
@@ -53,8 +53,9 @@ ENVS = ["HalfCheetah", "Hopper", "Walker2d", "Swimmer", "Ant"]
 FAMILIES = {"on-policy": ["vpg", "trpo", "ppo"], "off-policy": ["ddpg", "td3", "sac"]}
 ALGOS = [algo for family in FAMILIES.values() for algo in family]
 FRAMEWORKS = {"torch": "PyTorch", "tf1": "TensorFlow 1"}
-# What is shown, as (framework, settings); of off-policy scripts, the first two.
+# What is shown, as (framework, settings); figures show those that have a color.
 KINDS = {"PyTorch": ("torch", "plain"), "TensorFlow 1": ("tf1", "plain")}
+KINDS |= {"TensorFlow 1, Zen 3": ("tf1", "plain, Zen 3")}  # where rounding differs
 KINDS |= {kind: ("torch", kind) for kind in ("normalized", "strong")}
 KINDS |= {"strong for Swimmer": ("torch", "strong, gamma 0.9999, lam 0.99")}
 TYPES = dict.fromkeys(("commit", "cpu", "arguments", "versions"), str)  # 12e4567 is no number
@@ -79,7 +80,7 @@ DASHES = {"torch": (0, (4, 1.5)), "tf1": (0, (1, 1))}  # of the published curves
 class Args:
     collect: tuple[str, ...] = ()  # directories of runs, or prefixes of their names, to take in
     verify: tuple[str, ...] | None = None  # script, task and seed of a run; none: any
-    setting: str = "plain"  # of that run
+    setting: str = ""  # of that run, if not plain; of runs to take in, if not what flags say
     epochs: PosInt = 20  # of that run to make
     publish: tuple[str, ...] = ()  # directories of runs whose policies to publish
 
@@ -119,7 +120,7 @@ def family_of(script):
     return next(name for name, algos in FAMILIES.items() if script.split("_")[0] in algos)
 
 
-def read_run(frame):
+def read_run(frame, setting=""):
     """A run's row of runs.csv, and the points of its curve, an epoch each."""
     config, path = frame.attrs["config"], Path(frame.attrs["run_dir"])
     table = pd.DataFrame({"steps": frame["TotalEnvInteracts"].astype(int)})
@@ -129,7 +130,7 @@ def read_run(frame):
     versions = {"cpu": "unknown", "threads": 1} | (config.get("versions") or {})
     names = sorted(versions.keys() - {"cpu", "python", "mpi4py", "MPI"})
     row = {"script": Path(config["script"]).stem, "env": config["env_id"]}
-    row |= {"settings": settings_of(config), "seed": config["seed"]}
+    row |= {"settings": setting or settings_of(config), "seed": config["seed"]}
     row |= {"ranks": config.get("ranks", 1), "status": status}
     row |= {"steps": table["steps"].iloc[-1], "seconds": round(frame["Time"].iloc[-1])}
     row |= {"commit": (config.get("git_commit") or "unknown")[:10], "cpu": versions["cpu"]}
@@ -159,7 +160,7 @@ def thin(table, k):
     return table.dropna(subset=["return", "test_return"], how="all")
 
 
-def collect(logdirs, results=RESULTS):
+def collect(logdirs, results=RESULTS, setting=""):
     """Take the runs below `logdirs` into runs.csv and curves.csv; returns the number of runs.
 
     A run takes the place of one of the same script, task, settings and seed with as many steps or
@@ -169,7 +170,7 @@ def collect(logdirs, results=RESULTS):
     steps = pd.read_csv(path, index_col="run")["steps"].to_dict() if path.exists() else {}
     for frame in plot.get_all_datasets(logdirs):
         if frame.attrs["framework"] in FRAMEWORKS and "Time" in frame:
-            row, table = read_run(frame)
+            row, table = read_run(frame, setting)
             if row["steps"] < steps.get(row["run"], 0):
                 plot.warn(f"left out {frame.attrs['run_dir']}: there is a longer run of its kind")
                 continue
@@ -623,7 +624,6 @@ def forest(results):
                 kind, y = list(KINDS)[i], ENVS.index(cell.task) + (-0.15, 0.15)[i]
                 style = {"color": COLORS[kind], "fmt": "o", "ms": 4}
                 style["label"] = f"ours, {kind}" if cell.task == ENVS[0] else ""
-                style["mfc"] = COLORS[kind] if cell.n > 1 else "none"  # of a single seed
                 ax.errorbar(cell.difference / cell.std, y, xerr=cell.half / cell.std, **style)
             ax.set(xlim=(-12, 12), ylim=(len(ENVS) - 0.5, -0.5), title=algo.upper())
             ax.set_yticks(range(len(ENVS)), ENVS)
@@ -649,7 +649,7 @@ def make(root=ROOT):
     tables |= {"versions": versions(results), "policies": trained(POLICIES)}
     for family, algos in FAMILIES.items():
         tables |= {family: returns(results, algos), f"verdict-{family}": verdict(results, algos)}
-        svg = learning_curves(results, algos, list(KINDS)[: 5 if "vpg" in algos else 2], 1.7)
+        svg = learning_curves(results, algos, [kind for kind in KINDS if kind in COLORS], 1.7)
         files[folder / f"{family.replace('-', '_')}.svg"] = svg
     files[folder / "all.svg"] = learning_curves(results, ALGOS, list(KINDS)[:2], 1.35)
     files[folder / "forest.svg"] = forest(results)
@@ -661,9 +661,9 @@ def main(argv=None):
     try:
         args = parse_args(Args, argv)
         if args.verify is not None:
-            sys.exit(not verify(args.verify, args.setting, args.epochs, Results()))
+            sys.exit(not verify(args.verify, args.setting or "plain", args.epochs, Results()))
         if args.collect:
-            print(f"collected {collect(args.collect)} runs")
+            print(f"collected {collect(args.collect, setting=args.setting)} runs")
         if args.publish:
             publish(args.publish)
         for path, text in make().items():
